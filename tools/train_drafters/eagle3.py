@@ -21,7 +21,7 @@ from tools.train_drafters.target import TargetStates
 from tools.train_drafters.ttt import Unrolled
 from tools.train_tiny.network import FeedForward, Llama, Shape, rotations
 
-TRAINED_STEPS = 4
+TRAINED_STEPS = 7
 # The streams are those after these layers. The default of the published heads, [1, n/2 - 1,
 # n - 4], would name one layer twice in a target of six layers.
 AUX_LAYER_IDS = (0, 2, 4)
@@ -33,7 +33,7 @@ class Eagle3(Drafter):
     def __init__(self, target: Llama, draft_ids: Tensor) -> None:
         """draft_ids: int64 [draft_vocab], the target's ids that can be drafted, in order."""
         super().__init__()
-        self.shape = draft_shape(target.shape, num_layers=1, intermediate_size=256)
+        self.shape = draft_shape(target.shape, num_layers=1, intermediate_size=128)
         size = self.shape.hidden_size
         self.fc = nn.Linear(len(AUX_LAYER_IDS) * size, size, bias=False)
         self.midlayer = MidLayer(self.shape)

@@ -14,7 +14,7 @@ from tools.train_tiny.network import Decoder, Llama
 
 
 class SmallLm(Drafter):
-    num_drafts = 4
+    num_drafts = 7
 
     def __init__(self, target: Llama) -> None:
         super().__init__()

