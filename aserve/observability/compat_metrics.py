@@ -55,6 +55,12 @@ COMPAT: Mapping[str, Mapping[str, Renamed | Ratio]] = {
         "vllm:inter_token_latency_seconds": Renamed("aserve_inter_token_latency_seconds"),
         "vllm:e2e_request_latency_seconds": Renamed("aserve_request_seconds"),
         "vllm:request_queue_time_seconds": Renamed("aserve_queue_seconds"),
+        "vllm:spec_decode_num_drafts": Renamed("aserve_draft_windows"),
+        "vllm:spec_decode_num_draft_tokens": Renamed("aserve_draft_tokens"),
+        "vllm:spec_decode_num_accepted_tokens": Renamed("aserve_draft_tokens_accepted"),
+        "vllm:spec_decode_num_accepted_tokens_per_pos": Renamed(
+            "aserve_draft_tokens_accepted", labels={"position": "position"}
+        ),
     },
     "sglang": {
         "sglang:num_running_reqs": Renamed("aserve_sequences_running"),

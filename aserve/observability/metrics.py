@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from aserve.messages.base import num_values
 from aserve.messages.output import OutputChunk
 from aserve.messages.requests import GenerateRequest
+from aserve.observability.draft_counts import DraftMetrics
 from aserve.observability.latency import Latency
 from aserve.observability.recent import Recent, RequestRecord, StepRecord
 from aserve.observability.reports import (
@@ -222,6 +223,7 @@ class _StepMetrics:
             "aserve_retractions", "Times that a running sequence was retracted", registry=registry
         )
         self._num_retracted = 0  # as of the last launch
+        self._drafts = DraftMetrics(registry)
         self.prefill_tokens = Counter(
             "aserve_prefill_tokens",
             "Prompt tokens computed, also those computed again",
@@ -256,6 +258,8 @@ class _StepMetrics:
         self.waiting_clients.set(report.num_waiting_clients)
         self.used_pages.set(report.used_pages)
         self.cached_pages.set(report.cached_pages)
+        if report.drafts is not None:
+            self._drafts.on_counts(report.drafts)
 
     def on_engine_down(self, *, is_asleep: bool) -> None:
         """The next engine begins with nothing, and counts from 0."""

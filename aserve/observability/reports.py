@@ -14,6 +14,7 @@ from aserve.messages.base import Message, Record
 from aserve.messages.executor import SchedulerEffect, SchedulerEvent
 from aserve.messages.results import StepFailed, StepResult
 from aserve.messages.step import Launch
+from aserve.observability.draft_counts import DraftCounts, count_drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class TickReport(Message, frozen=True):
     cached_pages: int = 0
     host_s: float = 0.0
     device_s: float = 0.0
+    drafts: DraftCounts | None = None
 
 
 class RequestState(Message, frozen=True):
@@ -185,6 +187,7 @@ def report_of(tick: SchedulerTick, *, host_s: float = 0.0, device_s: float = 0.0
         num_waiting_clients=tick.num_waiting_clients,
         host_s=host_s,
         device_s=device_s,
+        drafts=count_drafts(tick.effects),
     )
 
 

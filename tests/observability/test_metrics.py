@@ -14,7 +14,7 @@ from prometheus_client import Gauge, generate_latest
 from aserve.errors import AserveError, EngineDead, QueueFull, StepError
 from aserve.messages.base import FinishReason, pack_i32
 from aserve.messages.executor import SchedulerEffect, SchedulerEvent
-from aserve.messages.output import OutputChunk, Usage
+from aserve.messages.output import OutputChunk, SequenceOutput, StepOutput, Usage
 from aserve.messages.requests import GenerateRequest, SamplingParams, TokenPrompt
 from aserve.messages.results import StepFailed, StepResult
 from aserve.messages.step import Launch, ScheduleBatch, StepStats
@@ -227,6 +227,31 @@ def test_metrics_show_what_was_reported() -> None:
     }
     found = {name: metrics.registry.get_sample_value(name) for name in expected}
     assert found == expected
+
+
+def outputs(*windows: tuple[int, int]) -> StepOutput:
+    """Outputs of windows, each with its numbers of drafts and of tokens."""
+    sequences = [
+        SequenceOutput("r", 0, 0, pack_i32([7] * tokens), 0, num_drafts=drafts)
+        for drafts, tokens in windows
+    ]
+    return StepOutput(1, tuple(sequences))
+
+
+def test_drafts_are_counted_by_what_was_accepted_of_them() -> None:
+    tick = SchedulerTick([], [outputs((4, 1), (0, 1), (4, 3)), outputs((2, 3))])
+    metrics = Metrics()
+    metrics.on_report(report_of(tick))
+    names = ("aserve_draft_windows_total", "aserve_draft_tokens_total")
+    assert [metrics.registry.get_sample_value(name) for name in names] == [3, 10]
+    accepted = [
+        metrics.registry.get_sample_value(
+            "aserve_draft_tokens_accepted_total", {"position": str(place)}
+        )
+        for place in range(3)
+    ]
+    assert accepted == [2, 2, None]
+    assert report_of(SchedulerTick([], [outputs((0, 1))])).drafts is None
 
 
 def test_recent_requests_and_steps_have_their_times() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from aserve.errors import ErrorInfo
 from aserve.messages.base import pack_i32
 from aserve.messages.executor import SchedulerEffect, SchedulerEvent
+from aserve.messages.output import SequenceOutput, StepOutput
 from aserve.messages.results import SampleResult, StepFailed, StepResult
 from aserve.messages.step import Launch, ScheduleBatch, StepStats
 from aserve.observability.reports import SchedulerTick
@@ -107,6 +108,18 @@ def test_idle_time_does_not_lower_the_rate(caplog: pytest.LogCaptureFixture) -> 
         log.on_tick(tick(events=[result(iteration, num_tokens=10)]))
         clock.now_s += 3600
     assert ["tok_s=10" in line for line in caplog.messages] == [True, True]
+
+
+def test_a_line_has_the_mean_length_of_what_windows_with_drafts_gave(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log = StepLog(interval_s=0, clock=ManualClock())
+    for iteration, (drafts, tokens) in enumerate([(4, 5), (0, 1), (4, 2)], start=1):
+        output = SequenceOutput("r", 0, 0, pack_i32([7] * tokens), 0, num_drafts=drafts)
+        log.on_tick(tick(effects=[launch(iteration)]))
+        log.on_tick(tick(events=[result(iteration)], effects=[StepOutput(iteration, (output,))]))
+    found = [re.findall(r"accept_len=([\d.]+)", line) for line in caplog.messages]
+    assert found == [["5.00"], [], ["2.00"]]
 
 
 def test_a_failed_step_always_has_its_line(caplog: pytest.LogCaptureFixture) -> None:

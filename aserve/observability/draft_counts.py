@@ -1,0 +1,66 @@
+"""Counts of speculative decoding: how many drafts were verified, and how many were accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter
+
+from aserve.messages.base import Record, num_values
+from aserve.messages.executor import SchedulerEffect
+from aserve.messages.output import StepOutput
+
+
+class DraftCounts(Record, frozen=True):
+    """The windows with drafts whose results came back in one tick. `by_position[i]` of them have
+    accepted more than `i` drafts.
+    """
+
+    num_windows: int
+    num_drafts: int
+    by_position: tuple[int, ...]
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(self.by_position)
+
+
+def count_drafts(effects: Iterable[SchedulerEffect]) -> DraftCounts | None:
+    """Returns the counts of these outputs, or None if none of them is of a window with drafts."""
+    windows = [
+        (output.num_drafts, num_values(output.token_ids) - 1)
+        for effect in effects
+        if isinstance(effect, StepOutput)
+        for output in effect.sequences
+        if output.num_drafts
+    ]
+    if not windows:
+        return None
+    longest = max([accepted for _, accepted in windows])
+    return DraftCounts(
+        num_windows=len(windows),
+        num_drafts=sum([drafts for drafts, _ in windows]),
+        by_position=tuple(
+            sum([accepted > place for _, accepted in windows]) for place in range(longest)
+        ),
+    )
+
+
+class DraftMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._windows = Counter(
+            "aserve_draft_windows", "Decodes that verified drafts", registry=registry
+        )
+        self._drafts = Counter("aserve_draft_tokens", "Drafts verified", registry=registry)
+        self._accepted = Counter(
+            "aserve_draft_tokens_accepted",
+            "Drafts accepted, by their position behind the last known token",
+            ["position"],
+            registry=registry,
+        )
+
+    def on_counts(self, counts: DraftCounts) -> None:
+        self._windows.inc(counts.num_windows)
+        self._drafts.inc(counts.num_drafts)
+        for place, accepted in enumerate(counts.by_position):
+            self._accepted.labels(place).inc(accepted)
