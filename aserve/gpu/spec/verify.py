@@ -59,7 +59,8 @@ def windows_of(
         is_real=is_real,
         node_ids=input_ids[index],
         drawn=tokens[index],
-        parents=parents,
+        # A held row, which is not sampled here, may have more drafts than all of these.
+        parents=None if parents is None else parents[:, : width - 1],
     )
 
 

@@ -13,7 +13,7 @@ from aserve.gpu.spec.base import Drafter
 from aserve.gpu.spec.ngram import NgramDrafter
 from aserve.gpu.spec.prediction import NUM_PREDICTED, Predicted
 from aserve.messages.base import array_i32, pack_i32
-from aserve.messages.requests import AdmitRequest
+from aserve.messages.requests import AdmitRequest, Grammar
 from aserve_kernels.suffix_match import (
     TORCH_SUFFIX_MATCH,
     Histories,
@@ -42,10 +42,14 @@ def three_more(text: list[int]) -> list[int]:
     return [*text[:12], 1, 2, 3, *text[12:]]
 
 
+MASKED = request(
+    "masked", PROMPT[:4], max_tokens=20, temperature=0.8, seed=3, grammar=Grammar("json_object")
+)
 LONG = request("long", PROMPT[:5], max_tokens=40, temperature=0.8, seed=4)
 ASKED_ALL = [
     *ASKED,
     predicted(LONG, list),
+    predicted(MASKED, one_changed),
     predicted(request("edited", PROMPT[:7], max_tokens=33), one_changed),
     predicted(request("longer", PROMPT[:4], max_tokens=33, **WARM), three_more),
     predicted(request("wrong", PROMPT[:3], max_tokens=20), lambda text: text[::-1]),
