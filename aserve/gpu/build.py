@@ -422,7 +422,9 @@ def _allocate(parts: _Parts, spec: EngineSpec, kv_dtype: torch.dtype) -> DeviceS
     """Allocates the tables that live as long as the engine, before any graph is captured."""
     device, ops = parts.device, parts.ops
     where = device.torch_device
-    pages_per_row = -(-spec.max_model_len // spec.page_size) + 1
+    # A drafter's forwards of rows with few drafts reach as far as those of others.
+    most = spec.max_model_len + spec.decode.most_tokens(is_predicted=True)
+    pages_per_row = -(-most // spec.page_size) + 1
     pools = KvPools(
         parts.groups,
         spec.groups,

@@ -6,6 +6,7 @@ from operator import add
 
 import numpy as np
 
+from aserve.scheduling.draft_length import is_drafting
 from aserve.scheduling.request import Sequence
 from aserve.scheduling.rows import Column
 from aserve.scheduling.state import SchedulerState
@@ -55,7 +56,7 @@ def next_query_lens(state: SchedulerState, rows: Column) -> Column:
             # WHY: a mask is for an output position, which then may meet drafts more than once.
             may_draft &= table.has_mask[rows] == 0
         if caps.root_len:
-            may_draft &= table.relay_stamp[rows] != 0
+            may_draft &= (table.relay_stamp[rows] != 0) & is_drafting(table, rows)
         wanted[may_draft] = most[may_draft]
     query_lens: Column = np.minimum(wanted, room)
     return query_lens

@@ -12,6 +12,7 @@ from aserve.messages.base import array_i32
 from aserve.messages.output import SequenceOutput, StepOutput
 from aserve.messages.results import SampleResult, StepResult
 from aserve.scheduling.advance import advance_rows
+from aserve.scheduling.draft_length import note_windows
 from aserve.scheduling.ends import count_kept, cut_logprobs, may_end
 from aserve.scheduling.finish import finish, settle
 from aserve.scheduling.flights import Step, drop_flights, land_without_row
@@ -108,6 +109,7 @@ def commit_tokens(state: SchedulerState, result: StepResult | SampleResult, step
     here = indices[is_here]
     advance = step.max_advance[here] - step.max_outputs[here] + num_kept[is_here]
     advance_rows(state, step, here, advance=advance)
+    note_windows(table, rows[is_here], num_drafts[is_here], num_kept[is_here])
     for index in indices[~is_plain].tolist():
         if not step.is_dropped(index):
             _settle(state, step, index)

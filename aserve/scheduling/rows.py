@@ -47,6 +47,9 @@ class RowTable:
     # prompt tokens that its client has not been charged for; known from its first admission on
     unpaid: Column
     failures: Column  # consecutive failed steps that named only this row
+    doubt: Column  # whether drafts pay for this row (draft_length.py writes these three)
+    num_pauses: Column  # from drafting, one after the other
+    drafts_from: Column  # the number of tokens from which on it drafts
 
     # Copies of what the sequence, its tokens and its pages say, to compute whole columns with.
     num_tokens: Column

@@ -27,8 +27,10 @@ from aserve_kernels.suffix_match import Histories
 class DraftRows:
     """The rows that get drafts in a step, before the step's forward. Tensors are int64 [n].
 
-    The step has pages for the root and `num_drafts` tokens of each row behind `lens`, so a drafter
-    may write its own KV there.
+    The step has pages for the root and the drafts of each row behind `lens`, so a drafter may write
+    its own KV there. Forwards have a fixed shape: where a row has fewer drafts than others, the
+    tokens beyond its last draft share that draft's position and slot, and what they give is not
+    used.
     """
 
     iteration: int
@@ -36,9 +38,9 @@ class DraftRows:
     lens: Tensor  # KV lengths, which are the positions of the roots
     roots: Tensor  # the last known token of each row; it has no KV yet
     num_drafts: int  # of the row that gets the most
-    max_len: int  # an upper bound of lens, plus num_drafts + 1
+    max_len: int  # an upper bound of lens, plus twice num_drafts, plus 1
     needs_noise: bool  # some row of the step is sampled with a temperature
-    counts: Tensor | None = None  # drafts of each row, in decode modes of trees
+    counts: Tensor  # drafts of each row
 
     def tokens_at(self, offset: int, input_ids: Tensor) -> DeviceBatch:
         """Returns a forward of one token per row, at position `lens + offset`."""
@@ -49,14 +51,16 @@ class DraftRows:
         num_rows, width = input_ids.shape
         device = self.rows.device
         order = torch.arange(num_rows, device=device)
+        lens = self.lens + self.counts.clamp(max=offset)
+        left = self.lens + self.counts - lens  # places of a row behind its first token here
         return DeviceBatch(
             iteration=self.iteration,
             rows=self.rows,
             query_lens=torch.full_like(self.rows, width),
-            kv_lens=self.lens + offset,
+            kv_lens=lens,
             input_ids=input_ids.reshape(-1),
             token_to_row=order.repeat_interleave(width) if width > 1 else order,
-            offsets=torch.arange(width, device=device).repeat(num_rows),
+            offsets=torch.minimum(torch.arange(width, device=device), left[:, None]).flatten(),
             query_lens_cpu=np.full(num_rows, width, np.int32),
             len_bounds_cpu=np.full(num_rows, self.max_len, np.int32),
         )

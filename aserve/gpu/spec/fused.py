@@ -118,6 +118,7 @@ class FusedLookup:
                 num_drafts=int(plan.num_drafts.max()),
                 max_len=int(plan.len_bounds.max()),
                 needs_noise=False,
+                counts=torch.from_numpy(plan.num_drafts[drafting].astype(np.int64)),
             ),
         )
         relay.table(DRAFTS)[rows, : drafts.shape[1]] = drafts

@@ -132,7 +132,7 @@ class Speculative:
                 lens=exact_kv_lens(arrays, relay).index_select(0, drafting),
                 roots=relay.resolve(arrays.ints("input_ids").index_select(0, roots)),
                 num_drafts=num_drafts,
-                max_len=int(plan.len_bounds.max(initial=0)),
+                max_len=int(plan.len_bounds.max(initial=0)) + num_drafts,
                 needs_noise=any(part.needs_noise for part in plan.logits.slices),
                 counts=arrays.ints("num_drafts").index_select(0, drafting),
             ),

@@ -94,4 +94,5 @@ def _sampled_rows(step: DeviceStep, verified: Verified) -> DraftRows:
         num_drafts=0,
         max_len=0,
         needs_noise=any(part.needs_noise for part in step.plan.logits.slices),
+        counts=torch.zeros_like(verified.rows),
     )

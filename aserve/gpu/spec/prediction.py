@@ -90,7 +90,7 @@ class Predicting:
         fewer = dataclasses.replace(rows, num_drafts=drafter.max_drafts)
         own = drafter.draft(runner, fewer)
         has_text = runner.state.tables.texts.lens.index_select(0, rows.rows) > 0
-        if rows.counts is not None and own.parents is not None:
+        if own.parents is not None:
             has_text &= rows.counts > drafter.max_drafts
         tokens = _widened(own.tokens, rows.num_drafts)
         tokens = torch.where(has_text[:, None], self.look_up(runner.state, rows), tokens)

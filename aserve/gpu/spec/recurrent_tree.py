@@ -48,7 +48,7 @@ class RecurrentTree:
             tokens = growth.tokens  # [n, nodes], `topk` of each depth
             level = torch.arange(tokens.shape[1], device=tokens.device) // topk
             overrides = ForwardOverrides(
-                rope_positions=(rows.lens[:, None] + level).flatten(),
+                rope_positions=(rows.lens[:, None] + level.minimum(rows.counts[:, None])).flatten(),
                 tree_mask=growth.mask.flatten(0, 1),
             )
             batch = runner.init_forward(rows.block_at(0, tokens), overrides)

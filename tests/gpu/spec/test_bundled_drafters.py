@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from aserve.gpu.build import BuildOptions, build_executor
+from aserve.gpu.spec.registry import ALGORITHMS
 from aserve.gpu.spec.request import SpecOptions
 from aserve.messages.requests import AdmitRequest
 from aserve.tiny import DRAFTERS_DIR, MODEL_DIR
@@ -53,3 +54,19 @@ def test_tokens_are_those_of_plain_decoding(algorithm: str, pace: tuple[int, int
     options = {"dtype": "float64", "page_size": 1, "num_pages": 300, "depth": depth, "lead": lead}
     served = run(asked, algorithm=algorithm, **options)
     assert served.outputs == run(asked, algorithm=None, dtype="float64").outputs
+
+
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+def test_rows_at_the_end_of_the_context_draft_beside_rows_with_room(algorithm: str) -> None:
+    """The first rows have room for fewer drafts than the others, so forwards of one shape would
+    reach behind the context, its page tables and its rotary table."""
+    stem = PROMPTS[0]
+    asked = [
+        *(request(f"end{n}", (stem * 8)[: 96 - n], max_tokens=n) for n in range(5, 12)),
+        request("long", stem[:4], max_tokens=40),
+        request("warm", stem, max_tokens=40, temperature=0.8, seed=4),
+    ]
+    options = {"page_size": 1, "num_pages": 900, "max_model_len": 96, "depth": 2, "lead": 2}
+    served = run(asked, algorithm=algorithm, **options)
+    assert served.outputs == run(asked, algorithm=None, **options).outputs
+    assert served.num_resyncs == 0
