@@ -125,11 +125,15 @@ class FusedPrediction:
     """The `FusedDrafter` of `Predicting`: rows with a text look up, and the others have `drafter`,
     if there is one."""
 
-    __slots__ = ("_drafter", "_lookup", "_texts")
+    __slots__ = ("_drafter", "_lookup", "_max_own", "_texts")
 
-    def __init__(self, look_up: LookUp, drafter: FusedDrafter | None, state: DeviceState) -> None:
+    def __init__(
+        self, look_up: LookUp, drafter: FusedDrafter | None, state: DeviceState, *, max_own: int
+    ) -> None:
+        """`max_own`: the most drafts of `drafter`, beyond which a step needs look-ups."""
         self._lookup = FusedLookup(look_up, state)
         self._drafter = drafter
+        self._max_own = max_own
         self._texts = state.tables.texts
 
     def draft(self, plan: StepPlan) -> None:
@@ -148,6 +152,8 @@ class FusedPrediction:
         return dataclasses.replace(plan, num_drafts=plan.num_drafts * ~self._has_text(plan))
 
     def _has_text(self, plan: StepPlan) -> BoolArray:
+        if plan.num_drafts.max(initial=0) <= self._max_own:
+            return np.zeros(len(plan.rows), np.bool_)
         has_text: BoolArray = self._texts.lens.numpy()[plan.rows] > 0
         return has_text
 
@@ -176,7 +182,8 @@ class Predicted:
             own = None if fuse is None else fuse(make, state)
             if drafter is not None and own is None:
                 return None
-            return FusedPrediction(predicting.look_up, own, state)
+            max_own = 0 if drafter is None else drafter.max_drafts
+            return FusedPrediction(predicting.look_up, own, state, max_own=max_own)
 
         self._windows = Speculative(predicting, fuse_all)
         width = 1 if drafter is None else drafter.max_drafts + 1
