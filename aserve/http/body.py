@@ -43,7 +43,8 @@ async def read_body(request: web.Request, kind: type[StructT]) -> StructT:
         def decode() -> tuple[StructT, str]:
             plain = decompress(data, encoding, max_size=intake.max_size) if encoding else data
             check_json_bounds(plain, max_values=intake.max_values)
-            return parse_body(plain, kind), ignored_fields(plain, kind)
+            body, given = parse_body(plain, kind), parse_body(plain, dict[str, msgspec.Raw])
+            return body, ignored_fields(given, kind)
 
         size = intake.max_size if encoding else len(data)
         body, request[IGNORED] = await intake.off_loop(decode, size=size)

@@ -69,14 +69,15 @@ FOREIGN: Mapping[str, Foreign] = {
 }
 
 
-def ignored_fields(data: bytes, kind: type[msgspec.Struct], *, where: str = "") -> str:
+def ignored_fields(
+    given: Mapping[str, msgspec.Raw], kind: type[msgspec.Struct], *, where: str = ""
+) -> str:
     """Returns the header that names the unknown fields of a body that is a JSON object. Fields that
     are null do not count. Raises InvalidRequest for a field that would change the output; `where`
-    is the path of `data` in the request's body.
+    is the path of the object in the request's body.
 
     PERF: the values are skipped, not decoded, in 2 ms for 4 MB.
     """
-    given = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     unknown = given.keys() - {*kind.__struct_encode_fields__}
     names = [name for name in given if name in unknown and bytes(given[name]) != b"null"]
     for name in names:

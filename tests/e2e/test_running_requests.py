@@ -47,11 +47,15 @@ async def test_a_running_answer_is_cut_or_lengthened(client: AsyncOpenAI) -> Non
 
 async def test_stop_strings_are_added_and_the_reasoning_is_ended(client: AsyncOpenAI) -> None:
     texts: list[str] = []
+    num_before, reason = 0, None
     async for event in await client.completions.create(**LONG):
         if not texts:
-            await change(client, event.id, stop=["e"])
+            state = await change(client, event.id, stop=["e"])
+            num_before = state["choices"][0]["completion_tokens"]
         texts.append(event.choices[0].text)
-    assert "e" not in "".join(texts[1:])
+        reason = event.choices[0].finish_reason or reason
+    assert reason == "stop"
+    assert "e" not in "".join(texts[num_before:])
     chats = client.chat.completions
     stream: Any = await chats.create(
         model="aserve-tiny",

@@ -259,19 +259,19 @@ async def test_without_xgrammar_a_grammar_is_refused_and_says_why(
         assert await code_of(made, Grammar("regex", "a")) == "grammar_unavailable"
 
 
-async def test_a_worker_that_was_idle_for_long_is_not_given_a_job_that_may_meet_its_end(
-    single: Rig,
-) -> None:
-    await single.library.compiled(Grammar("regex", "first"))
-    (first,) = single.library._workers._all
-    single.now_s += USABLE_S - 1
-    await single.library.compiled(Grammar("regex", "soon"))
-    assert single.library._workers._all == {first}
-    single.now_s += USABLE_S
-    await single.library.compiled(Grammar("regex", "late"))
-    (second,) = single.library._workers._all
-    assert second is not first
-    assert not first.is_alive
+async def test_a_worker_that_was_idle_for_long_is_not_given_a_job_that_may_meet_its_end() -> None:
+    with rig(num_workers=1) as made:
+        workers = made.library._workers
+        await made.library.compiled(Grammar("regex", "first"))
+        (first,) = workers._all
+        made.now_s += USABLE_S - 1
+        await made.library.compiled(Grammar("regex", "soon"))
+        assert workers._all == {first}
+        made.now_s += USABLE_S
+        await made.library.compiled(Grammar("regex", "late"))
+        (second,) = workers._all
+        assert second is not first
+        assert not first.is_alive
 
 
 async def test_a_worker_that_was_started_early_gets_the_first_grammar_however_late() -> None:

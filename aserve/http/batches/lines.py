@@ -61,7 +61,7 @@ async def _embedding(context: HttpContext, origin: Origin, data: bytes) -> bytes
 
 def _read(data: bytes, kind: type[LineT]) -> LineT:
     body = parse_body(data, kind, where="body")
-    ignored_fields(data, kind, where="body")
+    ignored_fields(parse_body(data, dict[str, msgspec.Raw], where="body"), kind, where="body")
     return body
 
 

@@ -371,7 +371,7 @@ def body_of(request: SocketRequest) -> ResponseBody:
             code="unsupported_value",
         )
     body = parse_body(request.data, ResponseBody)
-    ignored_fields(request.data, ResponseBody)
+    ignored_fields(parse_body(request.data, dict[str, msgspec.Raw]), ResponseBody)
     if body.background:
         raise unsupported("background", "A response of a websocket ends with it.")
     body.stream = True

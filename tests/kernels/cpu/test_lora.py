@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aserve_kernels.cpu.lora import add_lora
+from aserve_kernels.cpu.lora import add_lora, compile_lora
 from aserve_kernels.lora import add_lora_ref
 from tests.kernels.lora_case import SHAPES, Shape, draw_case
 from tests.kernels.tolerance import assert_close
@@ -24,6 +24,7 @@ def test_every_shape_equals_the_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    compile_lora(dtype, num_threads)
     case = draw_case(shape, num_tokens, dtype)
     exact = case.y.double()
     add_lora_ref(exact, case.x.double(), case.slots, case.stack_as(torch.float64))
@@ -38,6 +39,7 @@ def test_a_tokens_result_does_not_depend_on_its_neighbours(
     dtype: torch.dtype, num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    compile_lora(dtype, num_threads)
     case = draw_case(SHAPES[-1], 9, dtype)
     alone = case.y.clone()
     for token in range(9):
