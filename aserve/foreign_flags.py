@@ -9,10 +9,11 @@ that option's aliases, in config.py.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from aserve.errors import ConfigError
+from aserve.speculative_config import read_speculative_config
 
 Settings = Mapping[str, str]  # by the name of aserve's option
 NOTHING: Settings = {}
@@ -21,13 +22,15 @@ NOTHING: Settings = {}
 @dataclass(frozen=True, slots=True)
 class ForeignFlag:
     """`values` are the accepted ones, with the options that each sets; a switch has none. An empty
-    `values` of a flag that `takes_value` accepts no value at all.
+    `values` of a flag that `takes_value` accepts no value at all. `read` returns the options of a
+    value that is not one of a few.
     """
 
     names: tuple[str, ...]
     about: str
     values: Mapping[str, Settings] = field(default_factory=dict)
     takes_value: bool = True
+    read: Callable[[str], Settings] | None = None
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -43,7 +46,6 @@ def switch(name: str, about: str) -> ForeignFlag:
 
 ONE = {"1": NOTHING}
 ONE_DEVICE = "aserve runs a model on one device"
-NO_SPECULATION = "see --speculative-algorithm and the options after it"
 FOREIGN_FLAGS = (
     ForeignFlag(("tensor-parallel-size", "tp-size", "tp"), ONE_DEVICE, ONE),
     ForeignFlag(("pipeline-parallel-size", "pp-size", "pp"), ONE_DEVICE, ONE),
@@ -68,7 +70,11 @@ FOREIGN_FLAGS = (
     ),
     ForeignFlag(("stream-interval",), "each token is sent as soon as it is there", ONE),
     ForeignFlag(("cpu-offload-gb", "swap-space"), "weights stay on the device", {"0": NOTHING}),
-    ForeignFlag(("speculative-config",), NO_SPECULATION),
+    ForeignFlag(
+        ("speculative-config",),
+        "vLLM's JSON object; --speculative-algorithm and the options after it say the same",
+        read=read_speculative_config,
+    ),
     ForeignFlag(
         ("cudagraph-capture-sizes", "cuda-graph-bs"),
         "shapes follow from --cuda-graph-max-bs, and are captured when they are first needed",
@@ -151,6 +157,11 @@ class _Accept(argparse.Action):
         if not foreign.takes_value:
             return
         settings = foreign.values.get(str(values))
+        if foreign.read is not None:
+            try:
+                settings = foreign.read(str(values))
+            except ValueError as error:
+                raise ConfigError(f"{option_string} {values}: {error}; {foreign.about}") from None
         if settings is None:
             raise ConfigError(f"{option_string} {values}: {_possible(foreign)}")
         for name, value in settings.items():
@@ -169,4 +180,6 @@ def foreign_rows() -> Iterator[tuple[str, str, str]]:
     for foreign in FOREIGN_FLAGS:
         flags = ", ".join(f"`{flag}`" for flag in foreign.flags)
         values = ", ".join(f"`{value}`" for value in foreign.values)
+        if foreign.read is not None:
+            values = "JSON"
         yield flags, values or ("none" if foreign.takes_value else "switch"), foreign.about

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -152,6 +153,24 @@ def test_a_flag_for_what_aserve_cannot_do_says_what_is_possible(
         assert line.startswith(f"aserve: error: {flag} 17: ")
         assert foreign.about in line
     assert not {name.replace("-", "_") for name in foreign.names} & names
+
+
+def test_vllms_speculative_config_sets_the_options_that_it_stands_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ours = ["--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "3"]
+    ours += ["--speculative-draft-model-path", "some/dir"]
+    given = {"method": "eagle3", "model": "some/dir", "num_speculative_tokens": 3}
+    given["draft_tensor_parallel_size"] = 1
+    assert settings("--speculative-config", json.dumps(given)) == settings(*ours)
+    ngram = {"method": "ngram", "prompt_lookup_max": 5, "prompt_lookup_min": 2}
+    shown = settings("--speculative-config", json.dumps(ngram))
+    names = ("speculative_min_match_len", "speculative_max_match_len")
+    assert [shown[name] for name in names] == [2, 5]
+    for wrong, word in (({"method": "x"}, "'x'"), ({**given, "disable_by_batch_size": 4}, "size")):
+        line = complaint(capsys, "serve", "--speculative-config", json.dumps(wrong))
+        assert word in line
+        assert "is not known" in line
 
 
 def test_no_spelling_stands_for_two_options() -> None:

@@ -29,3 +29,16 @@ ALGORITHMS: Mapping[str, Callable[[DraftRequest], LoadedDrafter]] = {
     "NGRAM": partial(_load_in, "ngram"),
     "STANDALONE": partial(_load_in, "standalone"),
 }
+
+# vLLM's names of these, for its --speculative-config.
+METHODS: Mapping[str, str] = {
+    "dflash": "DFLASH",
+    "draft_model": "STANDALONE",
+    "eagle": "EAGLE",
+    "eagle3": "EAGLE3",
+    "mtp": "NEXTN",
+    "deepseek_mtp": "NEXTN",
+    "mimo_mtp": "NEXTN",
+    "qwen3_next_mtp": "NEXTN",
+    "ngram": "NGRAM",
+}
