@@ -22,7 +22,15 @@ ASKED = [
     request("greedy", PROMPT[:9], max_tokens=24),
     request("warm", PROMPT, max_tokens=17, **WARM),
     request("short", PROMPT[3:6], max_tokens=20, **WARM),
-    request("picky", PROMPT[:2], max_tokens=15, presence_penalty=0.5, logprobs=2, **WARM),
+    request(
+        "picky",
+        PROMPT[:2],
+        max_tokens=15,
+        presence_penalty=2.0,
+        frequency_penalty=1.0,
+        logprobs=2,
+        **WARM,
+    ),
     request("end", PROMPT[:4], max_tokens=30, end_ids=(3, 8, 11), **WARM),
 ]
 
@@ -51,8 +59,7 @@ def test_tokens_are_those_of_plain_decoding(
     num_pages = 200 // page_size + 8
     served = run(drafter(), depth=depth, lead=lead, page_size=page_size, num_pages=num_pages)
     assert served.outputs == plain_tokens(ASKED, HashModel())
-    num_windows = sum(batch.verify is not None for batch in served.batches)
-    assert num_windows < 24  # of the longest: some drafts were accepted
+    assert len(served.batches) < 18  # plain decoding takes 24: some drafts were accepted
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
