@@ -226,7 +226,7 @@ class ModelRunner:
         self.held.keep(HeldStep(step, places, logits, kept))
 
     def sample_held(self, sample: HeldSample, paths: TreePaths | None = None) -> Sampled:
-        held, kept = sample.held, sample.kept
+        held, kept = sample.origin, sample.kept
         batch, places = held.step.batch, held.places.index_select(0, kept)
         rows, positions = (
             values.index_select(0, places) for values in (batch.token_rows, batch.token_positions)

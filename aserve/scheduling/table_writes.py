@@ -1,5 +1,5 @@
-"""What a step writes into the tables on the device: the parameters of new rows, and new page-table
-entries.
+"""Builds the writes of a step into the tables on the device: the parameters of new rows, and new
+page-table entries.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ class PagedSdpa:
 def _visible_in_trees(
     tree: Tensor, prefix_lens: Tensor, kv_positions: Tensor, window: int | None
 ) -> Tensor:
-    """What `visible` returns, [rows, queries, keys], for queries that form draft trees.
+    """Does what `visible` does for queries that form draft trees -> bool [rows, queries, keys].
 
     tree bool [rows, queries, queries]: a query sees its ancestors and itself, and no query beyond
     its row's last. prefix_lens int64 [rows] are the KV lengths before the queries. A query's

@@ -69,8 +69,8 @@ class DecodeMode(Protocol):
     graph_widths: tuple[int, ...]  # tokens per row of the steps that are captured as graphs
 
     def draft(self, runner: StepRunner, plan: StepPlan, arrays: DeviceArrays) -> None:
-        """Writes this step's drafts into the relay, before resolve reads them there. A mode that
-        stashes drafts at the end of a step has nothing to do here."""
+        """Writes this step's drafts into the relay, before resolve reads them there. A mode without
+        drafts does nothing."""
 
     def step(self, runner: StepRunner, step: DeviceStep, publish: OnPublish) -> Packed:
         """Runs forward, sampling and stash. A row may get any number of tokens, none included.

@@ -18,7 +18,8 @@ class TreePaths:
     tokens: Tensor  # int64 [n, depth + 1]; those behind the logits row's own node are arbitrary
 
     def overlay(self, history: Tensor, indices: Tensor) -> Tensor:
-        """history int64 [m, len], the pool's tokens of the logits rows `indices`, int64 [m]."""
+        """Returns `history`, int64 [m, len], with the tokens of the paths of the logits rows
+        `indices`, int64 [m]. `history` has the pool's tokens."""
         tokens = self.tokens.index_select(0, indices)
         depths = torch.arange(tokens.shape[1], device=tokens.device)
         positions = self.starts.index_select(0, indices)[:, None] + depths
@@ -26,8 +27,8 @@ class TreePaths:
         return padded.scatter(1, positions, tokens)[:, : history.shape[1]]
 
     def at_positions(self, indices: Tensor, positions: Tensor, pooled: Tensor) -> Tensor:
-        """The tokens of logits rows `indices` at `positions`, int64 [m] each. `pooled`, int64 [m],
-        are those of the pool."""
+        """Returns the tokens of the logits rows `indices` at `positions`, int64 [m] each. `pooled`,
+        int64 [m], are those of the pool."""
         depths = positions - self.starts.index_select(0, indices)
         own = self.tokens[indices, depths.clamp(0, self.tokens.shape[1] - 1)]
         return torch.where(depths >= 0, own, pooled)

@@ -67,7 +67,7 @@ from aserve.messages.executor import DecodeCaps
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """What the end of a step needs beside its plan and its samples."""
+    """The values that the end of a step needs beside its plan and its samples."""
 
     tree: TreeOfStep | None
     features: tuple[Tensor, ...]  # of the target, for the drafter
@@ -157,9 +157,9 @@ class Speculative:
         return packed.with_drafts(*(runner.relay.read(name, held) for name in names))
 
     def sample_held(self, runner: StepRunner, held: HeldSample, publish: OnPublish) -> Packed:
-        places = held.held.places.index_select(0, held.kept)
-        features = tuple(values.index_select(0, held.kept) for values in held.held.features)
-        batch = _held_batch(held, held.held.step.batch, places)
+        places = held.origin.places.index_select(0, held.kept)
+        features = tuple(values.index_select(0, held.kept) for values in held.origin.features)
+        batch = _held_batch(held, held.origin.step.batch, places)
         step = DeviceStep(held.plan, held.arrays, runner.init_forward(batch))
         step, tree = self._with_tree(runner, step, None)
         sampled = runner.sample_held(held, None if tree is None else tree.paths_of(step))

@@ -66,7 +66,7 @@ def windows_of(
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Fields as in `Verified`."""
+    """The accepted paths, with the fields of `Verified`."""
 
     paths: Tensor
     tokens: Tensor

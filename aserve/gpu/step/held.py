@@ -94,7 +94,7 @@ class HeldSample:
 
     plan: StepPlan
     arrays: DeviceArrays
-    held: HeldStep
+    origin: HeldStep  # the step that holds the rows
 
     @property
     def iteration(self) -> Tensor:
