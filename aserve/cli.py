@@ -12,7 +12,7 @@ import importlib
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
@@ -21,6 +21,8 @@ from rich.console import Console
 from aserve.bench.catalog import BENCHES, Bench, run_bench
 from aserve.config import (
     DebugOptions,
+    DiffusionOptions,
+    DisaggregationOptions,
     Facts,
     GrammarOptions,
     GraphOptions,
@@ -30,6 +32,7 @@ from aserve.config import (
     ModelOptions,
     PromptOptions,
     Resolved,
+    RouterOptions,
     SchedulerOptions,
     SelftestOptions,
     ServerOptions,
@@ -38,7 +41,6 @@ from aserve.config import (
     resolve,
 )
 from aserve.errors import AserveError, ConfigError
-from aserve.foreign_flags import add_foreign_flags
 from aserve.health import ask_health
 from aserve.host.environment import (
     collect_rarely,
@@ -46,7 +48,9 @@ from aserve.host.environment import (
     prepare_process,
 )
 from aserve.host.logs import start_logging
-from aserve.option import Option, build_options, grouped, options_of, unknown_option
+from aserve.options.arguments import add_groups
+from aserve.options.foreign_flags import add_foreign_flags
+from aserve.options.option import Option, build_options, options_of, unknown_option
 from aserve.tiny import MODEL_DIR
 
 if TYPE_CHECKING:
@@ -55,18 +59,29 @@ if TYPE_CHECKING:
 Message: TypeAlias = dict[str, str]
 
 ENGINE_RECORDS = (
-    *(ModelOptions, KvOptions, SchedulerOptions, SpeculativeOptions),
+    *(ModelOptions, KvOptions, SchedulerOptions, SpeculativeOptions, DiffusionOptions),
     *(MachineOptions, GraphOptions, DebugOptions),
 )
 COMMAND_RECORDS: Mapping[str, tuple[type, ...]] = {
-    "serve": (*ENGINE_RECORDS, GrammarOptions, LoraOptions, ServerOptions),
+    "serve": (*ENGINE_RECORDS, GrammarOptions, LoraOptions, DisaggregationOptions, ServerOptions),
+    "route": (RouterOptions, ServerOptions, DebugOptions),
     "chat": (*ENGINE_RECORDS, PromptOptions),
     "generate": (*ENGINE_RECORDS, PromptOptions),
     "health": (ServerOptions,),
     "verify": ENGINE_RECORDS,
 }
+# A router has these options of a server.
+ROUTE_OPTIONS = frozenset(
+    {
+        *("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"),
+        *("api_key", "api_key_file", "admin_api_key", "public_metrics", "allowed_hosts"),
+        *("max_body_size", "max_connections", "header_timeout", "body_timeout"),
+        *("keep_alive_timeout", "drain_timeout", "log_level", "log_format", "config"),
+        *(item.name for item in options_of(RouterOptions)),
+    }
+)
 ARGUMENTS = frozenset(
-    {"command", "text", "file", "bench", "task", "adapter"}
+    {"command", "text", "file", "bench", "action", "adapter", "replica"}
 )  # positional, not options
 
 EPILOG = (
@@ -104,6 +119,8 @@ def _run(arguments: list[str], benches: Mapping[str, Bench]) -> int:
     match known.command:
         case "serve":
             return _serve(_resolved(given, log_level="info"))
+        case "route":
+            return _route(_resolved(given, log_level="info"), known.replica)
         case "chat":
             return _chat(_resolved(given, log_level="warning"))
         case "generate":
@@ -116,14 +133,10 @@ def _run(arguments: list[str], benches: Mapping[str, Bench]) -> int:
             return _selftest(given)
         case "bench":
             return _bench(known.bench, benches[known.bench], given)
-        case "kernels":
-            return _build_kernels()
-        case "doctor":
-            return _doctor()
         case "health":
             return _health(_resolved(given, log_level="warning"))
-        case "version":
-            return _version()
+        case name if name in WITHOUT_OPTIONS:
+            return WITHOUT_OPTIONS[name]()
         case _:
             parser.print_help()
             return 0
@@ -141,6 +154,12 @@ def _serve(resolved: Resolved) -> int:
     from aserve.server import serve
 
     return serve(resolved)
+
+
+def _route(resolved: Resolved, replicas: Sequence[str]) -> int:
+    from aserve.router.run import route
+
+    return route(resolved, replicas)
 
 
 def _generate(resolved: Resolved, text: str) -> int:
@@ -228,22 +247,18 @@ def _sampling(resolved: Resolved) -> dict[str, object]:
 def _replay(path: Path) -> int:
     from aserve.actors.replay import replay
 
-    console = Console(soft_wrap=True)
-    for line in replay(path):
-        console.print(line, markup=False, highlight=False)
+    _print_lines(replay(path))
     return 0
 
 
 def _verify(file: str, adapter: str | None, given: dict[str, object]) -> int:
     from aserve.receipts.record import read_receipt
-    from aserve.verify import options_of_receipt, verify
+    from aserve.receipts.verify import options_of_receipt, verify
 
     receipt = read_receipt(Path(file).read_bytes())
     resolved = _resolved(options_of_receipt(receipt, given), log_level="warning")
     verdict = verify(resolved, receipt, adapter_dir=None if adapter is None else Path(adapter))
-    console = Console(soft_wrap=True)
-    for line in verdict.lines:
-        console.print(line, markup=False, highlight=False)
+    _print_lines(verdict.lines)
     return verdict.code
 
 
@@ -272,10 +287,9 @@ def _build_kernels() -> int:
 
     num_compiled, num_kernels = compile_all_kernels()
     num_before = num_kernels - num_compiled
-    text = f"aserve: {num_compiled} kernels compiled, {num_before} were compiled before"
-    if not num_kernels:
-        text = "aserve: no kernels to compile, because numba is not installed"
-    Console(soft_wrap=True).print(text, highlight=False)
+    text = f"{num_compiled} kernels compiled, {num_before} were compiled before"
+    nothing = "no kernels to compile, because numba is not installed"
+    _print_lines([f"aserve: {text if num_kernels else nothing}"])
     return 0
 
 
@@ -283,35 +297,58 @@ def _doctor() -> int:
     prepare_process(None)
     from aserve.gpu.doctor import examine, report
 
-    console = Console(soft_wrap=True)
-    for line in report(examine()):
-        console.print(line, markup=False, highlight=False)
+    _print_lines(report(examine()))
+    return 0
+
+
+def _models() -> int:
+    prepare_process(None)
+    from aserve.gpu.supported import supported
+
+    _print_lines(supported())
     return 0
 
 
 def _health(resolved: Resolved) -> int:
     is_ready, status = ask_health(resolved.server)
-    Console(soft_wrap=True).print(f"aserve: {status}", markup=False, highlight=False)
+    _print_lines([f"aserve: {status}"])
     return 0 if is_ready else 1
 
 
 def _version() -> int:
-    python, torch = platform.python_version(), installed_version("torch") or "not installed"
-    line = (
-        f"aserve {installed_version('aserve') or 'not installed'} (Python {python}, torch {torch})"
-    )
-    Console(soft_wrap=True).print(line, highlight=False)
+    version, torch = (installed_version(name) or "not installed" for name in ("aserve", "torch"))
+    _print_lines([f"aserve {version} (Python {platform.python_version()}, torch {torch})"])
     return 0
+
+
+def _print_lines(lines: Iterable[str]) -> None:
+    console = Console(soft_wrap=True)
+    for line in lines:
+        console.print(line, markup=False, highlight=False)
+
+
+WITHOUT_OPTIONS: Mapping[str, Callable[[], int]] = {
+    "doctor": _doctor,
+    "kernels": _build_kernels,
+    "models": _models,
+    "version": _version,
+}
 
 
 def _unexpected(word: str, arguments: Sequence[str], benches: Mapping[str, Bench]) -> ConfigError:
     if not word.startswith("-"):
         return ConfigError(f"unexpected argument {word!r}")
-    records = COMMAND_RECORDS.get(arguments[0], ())
+    options = command_options(arguments[0])
     if arguments[0] == "bench":
-        records = _records_of_bench(benches[arguments[1]])
-    known = [flag for item in options_of(*records) for flag in item.flags]
+        options = list(options_of(*_records_of_bench(benches[arguments[1]])))
+    known = [flag for item in options for flag in item.flags]
     return unknown_option(word.partition("=")[0], known)
+
+
+def command_options(command: str) -> list[Option]:
+    """Returns the options of a command, in the order of its records."""
+    options = options_of(*COMMAND_RECORDS.get(command, ()))
+    return [each for each in options if command != "route" or each.name in ROUTE_OPTIONS]
 
 
 def _records_of_bench(bench: Bench) -> tuple[type, ...]:
@@ -345,8 +382,8 @@ def make_parser(benches: Mapping[str, Bench] = BENCHES) -> Parser:
             name, help=about, description=about, epilog=epilog, allow_abbrev=False
         )
         for record in records:
-            _add_groups(added, record)
-        if records:
+            add_groups(added, record, ROUTE_OPTIONS if name == "route" else None)
+        if records and name != "route":
             add_foreign_flags(added, {flag for item in options_of(*records) for flag in item.flags})
         return added
 
@@ -354,6 +391,12 @@ def make_parser(benches: Mapping[str, Bench] = BENCHES) -> Parser:
         added.add_argument(
             "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="same as --model"
         )
+    route = command("route", "Balance requests over the servers of these addresses.")
+    route.add_argument(
+        "replica", nargs="*", metavar="URL",
+        help="a server with OpenAI's API, as http://HOST:PORT or unix:PATH; POST /admin/replicas "
+        "adds others while the router runs",
+    )  # fmt: skip
     generate = command("generate", "Continue a text.")
     generate.add_argument(
         "text", metavar="TEXT", help="the text to continue; - reads it from stdin"
@@ -366,14 +409,15 @@ def make_parser(benches: Mapping[str, Bench] = BENCHES) -> Parser:
         "--adapter", metavar="DIR", help="the LoRA adapter, where the receipt is of one"
     )
     ask = command("selftest", "Check the API of any server; the exit code is how many checks fail.")
-    _add_groups(ask, SelftestOptions)
+    add_groups(ask, SelftestOptions)
     measure = command("bench", "Measure; the last line of the output is one JSON object.")
     _add_benches(measure, benches)
     kernels = command("kernels", "Compile the CPU's kernels ahead of the first start.")
     kernels.add_argument(
-        "task", choices=["build"], help="compile what is missing, on all cores; it takes a minute"
+        "action", choices=["build"], help="compile what is missing, on all cores; it takes a minute"
     )
     command("doctor", "Show what the machine has, and what would make aserve faster on it.")
+    command("models", "List the models, attention backends and number formats that are supported.")
     command("health", "Ask the server of this machine whether it is ready: 0 if it is, else 1.")
     command("version", "Show the versions of aserve, Python and torch.")
     return parser
@@ -388,57 +432,4 @@ def _add_benches(parser: Parser, benches: Mapping[str, Bench]) -> None:
             name, help=bench.about, description=bench.about, allow_abbrev=False
         )
         for record in _records_of_bench(bench):
-            _add_groups(added, record)
-
-
-def _add_groups(parser: Parser, record: type) -> None:
-    for title, options in grouped(record).items():
-        group = parser.add_argument_group(title)
-        for option in options:
-            _add_option(group, option)
-
-
-def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
-    if option.kind is bool:
-        group.add_argument(
-            *option.flags, dest=option.name, action="store_const", const="true",
-            default=argparse.SUPPRESS, help=option.about,
-        )  # fmt: skip
-    else:
-        group.add_argument(
-            *option.flags, dest=option.name, metavar=_metavar(option),
-            action=_Join if option.limits.is_list else "store",
-            nargs="+" if option.limits.takes_many else None,
-            default=argparse.SUPPRESS, help=_help(option),
-        )  # fmt: skip
-    if option.limits.former:
-        flag = "--" + option.limits.former.replace("_", "-")
-        group.add_argument(flag, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-
-
-class _Join(argparse.Action):
-    """Joins the values of an option with commas."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: object,
-        option_string: str | None = None,
-    ) -> None:
-        before = getattr(namespace, self.dest, None)
-        given = values if isinstance(values, list) else [values]
-        setattr(namespace, self.dest, ",".join([*([before] if before else []), *map(str, given)]))
-
-
-def _metavar(option: Option) -> str:
-    limits = option.limits
-    if limits.choices:
-        return "{" + ",".join(limits.choices) + "}"
-    return limits.metavar or {int: "N", float: "X"}.get(option.kind, "NAME")
-
-
-def _help(option: Option) -> str:
-    """Returns the help text. NOTE: argparse formats it with %, so a literal % is doubled."""
-    default = "" if option.default is None else f" (default: {option.default})"
-    return (option.about + default).replace("%", "%%")
+            add_groups(added, record)

@@ -17,8 +17,9 @@ from typing import TypeVar
 
 from aserve.errors import ConfigError
 from aserve.gpu.attention.registry import BACKENDS
-from aserve.gpu.spec.registry import ALGORITHMS
-from aserve.option import (
+from aserve.gpu.diffusion.registry import ALGORITHMS as DENOISING
+from aserve.gpu.spec.registry import ALGORITHMS, COUPLED, VERIFICATIONS
+from aserve.options.option import (
     ENV_PREFIX,
     Limits,
     Option,
@@ -72,6 +73,11 @@ class ModelOptions:
         "longest prompt + output in tokens; default: the model's",
         Limits(low=1, aliases=("context-length",)),
     )
+    allow_auto_truncate: bool = option(
+        False,
+        "a prompt that does not fit in --max-model-len loses its end, and max_tokens is lowered to "
+        "what fits; without this option such requests get a 400",
+    )
     generation_config: str = option(
         "model",
         "source of the default sampling parameters of requests: the model's "
@@ -80,7 +86,7 @@ class ModelOptions:
     )
     chat_template: str | None = option(
         None,
-        "a chat template instead of the model's: a file, or the template itself",
+        "a chat template instead of the model's: a file, the template itself, or qwen3-reranker",
         Limits(metavar="FILE"),
     )
     tool_call_parser: str = option(
@@ -137,6 +143,17 @@ class KvOptions:
         False,
         "do not keep the KV of earlier prompts for reuse",
         Limits(aliases=("disable-radix-cache", "no-enable-prefix-caching")),
+    )
+    enable_hisparse: bool = option(
+        False,
+        "keep the KV of a model with sparse attention in the host's memory, and what it reads most "
+        "on the device",
+    )
+    hisparse_config: str = option(
+        "{}",
+        "JSON object: device_buffer_size (hot rows per request, twice the model's top_k if left "
+        "out), host_to_device_ratio (memory for KV, 2), backup_interval (steps, 1)",
+        Limits(metavar="JSON"),
     )
 
 
@@ -237,8 +254,8 @@ class LoraOptions:
 class SpeculativeOptions:
     speculative_algorithm: str | None = option(
         None,
-        "draft several tokens ahead, and verify them in one step; answers stay the same, token for "
-        "token",
+        "draft several tokens ahead, and verify them in one step; by default, answers "
+        "stay the same, token for token",
         Limits(choices=tuple(ALGORITHMS)),
     )
     speculative_draft_model_path: str | None = option(
@@ -262,6 +279,18 @@ class SpeculativeOptions:
         "steps + 1 of a chain",
         Limits(low=2, high=64),
     )
+    speculative_verification: str = option(
+        COUPLED,
+        "which drafts are accepted. coupled: those that plain decoding would draw; rejection: "
+        "mostly more, with other answers of the same distribution; block: still more",
+        Limits(choices=VERIFICATIONS),
+    )
+    speculative_token_tree: str | None = option(
+        None,
+        "the same draft tree for every step: static for EAGLE-1's own, or a list of paths as in "
+        "vLLM, such as [(0,), (1,), (0, 0)]; default: a chain, or the tree of the branches",
+        Limits(metavar="PATHS"),
+    )
     speculative_min_match_len: int | None = option(
         None,
         "the shortest suffix of a sequence that is looked up in it for a draft; default: 1 token",
@@ -272,13 +301,61 @@ class SpeculativeOptions:
         "the longest suffix of a sequence that is looked up in it for a draft; default: 12 tokens",
         Limits(low=1, high=64, aliases=("speculative-ngram-max-match-window-size",)),
     )
+    speculative_shared_table_size: int | None = option(
+        None,
+        "n-grams of outputs that stay for drafts of other requests with the same API key, cache "
+        "salt and adapter; new ones replace old ones; 0: none; default: 65536",
+        Limits(low=0, high=1 << 24, aliases=("speculative-ngram-capacity",)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DiffusionOptions:
+    dllm_algorithm: str | None = option(
+        None,
+        "how a diffusion language model fills its blocks. LowConfidence, the default: the tokens "
+        "that are likelier than the threshold, or the likeliest; JointThreshold: it edits, too",
+        Limits(choices=tuple(DENOISING)),
+    )
+    dllm_algorithm_config: str | None = option(
+        None,
+        "settings of the algorithm, in YAML or JSON: threshold, and of JointThreshold "
+        "edit_threshold, max_post_edit_steps and penalty_lambda; a threshold above 1 fills one "
+        "token in each pass",
+        Limits(metavar="FILE"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DisaggregationOptions:
+    disaggregation_mode: str = option(
+        "null",
+        "prefill: this engine also computes prompts for others and sends them the KV; decode: it "
+        "fetches the KV of its prompts from prefill engines",
+        Limits(choices=("null", "prefill", "decode")),
+    )
+    disaggregation_prefill: str | None = option(
+        None, "the prefill engines of --disaggregation-mode decode", Limits(metavar="HOST:PORT,...")
+    )
+    disaggregation_host: str = option(
+        "127.0.0.1", "address on which a prefill engine listens for decode engines"
+    )
+    disaggregation_bootstrap_port: int = option(
+        8998, "port on which a prefill engine listens for decode engines", Limits(1, 65535)
+    )
+    disaggregation_key: str | None = option(
+        None,
+        "a secret that both sides must have; what travels is not encrypted",
+        Limits(metavar="KEY", is_secret=True),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class MachineOptions:
     device: str = option(
         "auto",
-        "what the model runs on: auto, cpu or cuda; auto: a CUDA device, if torch finds one",
+        "what the model runs on: auto, cpu, cuda, mlx (Apple silicon; needs aserve[mlx]), or the "
+        "device of an installed package; auto: a CUDA device, if torch finds one",
     )
     attention_backend: str = option(
         "auto",
@@ -290,11 +367,23 @@ class MachineOptions:
         "a request gets the same bits alone, in a batch, in chunks or computed again (slower)",
         Limits(aliases=("enable-deterministic-inference",)),
     )
+    enable_two_batch_overlap: bool = option(
+        False,
+        "run each forward of a model with experts as two halves, of which one computes while the "
+        "other's rows travel between ranks",
+        Limits(aliases=("enable-dbo",)),
+    )
     threads: int | None = option(
         None,
         "threads that compute on the CPU; default: one for a small model, else OMP_NUM_THREADS, "
         "else the cores within the container's limit",
         Limits(low=1, high=1024),
+    )
+    tensor_parallel_size: int = option(
+        1,
+        "ranks among which the heads and inner elements of each layer are divided: processes on "
+        "the CPU",
+        Limits(low=1, high=64, aliases=("tp-size", "tp")),
     )
 
 
@@ -373,6 +462,23 @@ class ServerOptions:
     public_metrics: bool = option(
         False, "with --api-key: /metrics needs no key", Limits(group=ACCESS)
     )
+    enable_force_include_usage: bool = option(
+        False,
+        "streams of chat and completions end with the usage, also without "
+        "stream_options.include_usage",
+        Limits(aliases=("stream-response-default-include-usage",)),
+    )
+    log_requests: bool = option(
+        False,
+        "log a line when a request comes and one when it ends; --log-requests-level says how much",
+        Limits(aliases=("enable-log-requests",)),
+    )
+    log_requests_level: int = option(
+        1,
+        "0: ids, sizes, times and the outcome; 1: also sampling parameters; 2: also the first 2048 "
+        "characters of prompts and outputs; 3: all of them",
+        Limits(low=0, high=3),
+    )
     access_log: bool = option(
         False, "log a line for each request: id, route, status, client and times; no content"
     )
@@ -436,6 +542,18 @@ class ServerOptions:
         "*: any; default: the server's own",
         Limits(metavar="ORIGINS", is_list=True, group=ACCESS),
     )
+    allow_media_domains: str | None = option(
+        None,
+        "hosts, separated by commas, from which pictures are fetched whose image_url is no data "
+        "URL; only at public addresses, and without redirects; default: nothing is fetched",
+        Limits(
+            metavar="DOMAINS",
+            is_list=True,
+            takes_many=True,
+            aliases=("allowed-media-domains",),
+            group=ACCESS,
+        ),
+    )
     max_answer_logprobs: int = option(
         1 << 20,
         "log-probabilities in one answer at most: prompts x n x tokens x (1 + alternatives)",
@@ -480,7 +598,7 @@ class ServerOptions:
         1,
         "processes with HTTP, tokenizer and detokenizer that share the port before one engine "
         "process; more than 1 implies --processes 2",
-        Limits(low=1, high=64),
+        Limits(low=1, high=64, aliases=("api-server-count",)),
     )
     max_engine_restarts: int = option(
         5,
@@ -493,6 +611,13 @@ class ServerOptions:
         "seconds that open requests get to finish after SIGTERM; a second signal ends them at once",
         Limits(low=0, high=86400, aliases=("shutdown-timeout",)),
     )
+    sleep_idle_seconds: float | None = option(
+        None,
+        "idle seconds after which the engine sleeps: its process ends, which frees all its memory, "
+        "and the next request starts it again and waits for it; implies --processes 2; default: "
+        "it never sleeps",
+        Limits(low=0.1, high=86400 * 365),
+    )
     watchdog_timeout: float = option(
         300.0,
         "seconds without the end of a running step, after which /livez and /health report the "
@@ -503,6 +628,84 @@ class ServerOptions:
         None,
         "folder for the traces of /start_profile and /stop_profile, which need it",
         Limits(metavar="DIR"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RouterOptions:
+    """Options of the router in front of replicas."""
+
+    policy: str = option(
+        "cache_aware",
+        "cache_aware: the replica that has computed most of the prompt, unless its load is too "
+        "high; least_load: the fewest open requests; round_robin: each in turn; session: the same "
+        "replica for the same session",
+        Limits(choices=("cache_aware", "least_load", "round_robin", "session")),
+    )
+    cache_threshold: float = option(
+        0.3,
+        "cache_aware: least part of a prompt that must match; below it the least loaded replica "
+        "gets the request",
+        Limits(low=0, high=1),
+    )
+    balance_abs_threshold: int = option(
+        64,
+        "cache_aware: loads differ too much for prefixes to count if the highest is more than this "
+        "number of requests above the lowest, and more than --balance-rel-threshold times it",
+        Limits(low=0),
+    )
+    balance_rel_threshold: float = option(
+        1.5,
+        "see --balance-abs-threshold",
+        Limits(low=1, high=1e6),
+    )
+    max_prefix_blocks: int = option(
+        1 << 18,
+        "cache_aware: blocks of 256 bytes of prompts that are remembered for each replica, about "
+        "150 bytes of memory each",
+        Limits(low=1),
+    )
+    session_header: str = option(
+        "X-Session-Id",
+        "header (or cookie) that names the session of a request; without it `prompt_cache_key` or "
+        "`user` of the body does",
+        Limits(metavar="NAME"),
+    )
+    health_interval: float = option(
+        2.0, "seconds between two probes of a replica", Limits(low=0.05, high=3600)
+    )
+    max_failures: int = option(
+        3,
+        "failures in a row after which a replica gets no requests until a probe succeeds; a closed "
+        "port counts as enough",
+        Limits(low=1),
+    )
+    max_retries: int = option(
+        2,
+        "further replicas that a request is sent to, if one fails before the first byte of its "
+        "answer; all retries together are at most a fifth of the requests",
+        Limits(low=0, high=100),
+    )
+    replica_timeout: float = option(
+        600.0,
+        "seconds without a byte from a replica, after which its answer is given up",
+        Limits(low=0.1, high=86400),
+    )
+    requests_per_minute: int | None = option(
+        None,
+        "requests per minute of one client (API key, or address without one); more get a 429",
+        Limits(low=1),
+    )
+    tokens_per_minute: int | None = option(
+        None,
+        "tokens per minute of one client, prompts and outputs; more get a 429",
+        Limits(low=1),
+    )
+    upstream_api_key: str | None = option(
+        None,
+        "API key that the router sends to the replicas instead of the client's; without it the "
+        "client's key passes through",
+        Limits(metavar="KEY", is_secret=True),
     )
 
 
@@ -593,9 +796,12 @@ class Resolved:
     grammar: GrammarOptions
     lora: LoraOptions
     speculative: SpeculativeOptions
+    diffusion: DiffusionOptions
+    disaggregation: DisaggregationOptions
     machine: MachineOptions
     graphs: GraphOptions
     server: ServerOptions
+    router: RouterOptions
     debug: DebugOptions
     prompt: PromptOptions
 
@@ -620,7 +826,7 @@ def resolve(raw: Raw, facts: Facts) -> Resolved:
             )
         scheduler = _build(SchedulerOptions, values | {"overlap_lead": depth})
     server = _build(ServerOptions, values)
-    _check_frontends(server)
+    _check_processes(server)
     model = _build(ModelOptions, values)
     source = model.model or facts.default_model
     return Resolved(
@@ -632,20 +838,28 @@ def resolve(raw: Raw, facts: Facts) -> Resolved:
         grammar=_build(GrammarOptions, values),
         lora=_build(LoraOptions, values),
         speculative=_build(SpeculativeOptions, values),
+        diffusion=_build(DiffusionOptions, values),
+        disaggregation=_build(DisaggregationOptions, values),
         machine=_build(MachineOptions, values),
         graphs=_build(GraphOptions, values),
         server=server,
+        router=_build(RouterOptions, values),
         debug=_build(DebugOptions, values),
         prompt=_build(PromptOptions, values),
     )
 
 
-def _check_frontends(server: ServerOptions) -> None:
-    if server.frontends > 1 and server.processes == "1":
-        raise ConfigError(
-            f"--frontends {server.frontends} needs an engine in a process of its own, so "
-            "--processes 1 cannot be given with it"
-        )
+def _check_processes(server: ServerOptions) -> None:
+    given = {
+        f"--frontends {server.frontends}": server.frontends > 1,
+        f"--sleep-idle-seconds {server.sleep_idle_seconds}": server.sleep_idle_seconds is not None,
+    }
+    for what, is_apart in given.items():
+        if is_apart and server.processes == "1":
+            raise ConfigError(
+                f"{what} needs an engine in a process of its own, so --processes 1 cannot be given "
+                "with it"
+            )
     if server.frontends > 1 and server.uds is not None:
         raise ConfigError("--frontends shares a port; with --uds there is one frontend")
 
@@ -656,7 +870,8 @@ def shown_settings(resolved: Resolved) -> dict[str, object]:
     """
     parts = (
         *(resolved.model, resolved.kv, resolved.scheduler, resolved.grammar),
-        *(resolved.speculative, resolved.machine, resolved.graphs, resolved.server, resolved.debug),
+        *(resolved.speculative, resolved.diffusion, resolved.machine, resolved.graphs),
+        *(resolved.disaggregation, resolved.server, resolved.debug),
     )
     return {
         option.name: getattr(part, option.name)
@@ -705,9 +920,12 @@ ALL_RECORDS: tuple[type, ...] = (
     GrammarOptions,
     LoraOptions,
     SpeculativeOptions,
+    DiffusionOptions,
+    DisaggregationOptions,
     MachineOptions,
     GraphOptions,
     ServerOptions,
+    RouterOptions,
     DebugOptions,
     PromptOptions,
 )

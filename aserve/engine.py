@@ -47,7 +47,7 @@ from aserve.messages.requests import (
     TextPrompt,
     TokenPrompt,
 )
-from aserve.option import unknown_option
+from aserve.options.option import unknown_option
 from aserve.tiny import MODEL_DIR
 from aserve.unread import merge
 
@@ -169,6 +169,11 @@ class Engine:
         finally:
             thread.close()
 
+    @property
+    def num_decodes(self) -> int:
+        """The decodes since the start, each of one sequence in one step."""
+        return int(self._frontend.metrics.registry.get_sample_value("aserve_decodes_total") or 0)
+
     def generate(self, prompt: PromptLike, **fields: object) -> AsyncGenerator[OutputChunk, None]:
         """Yields the chunks of one request as they come. Closing the generator cancels the request.
 
@@ -209,8 +214,8 @@ class Engine:
             return thread.call(self._each(prompts, one, num_sequences=num_choices))
 
     async def embed(self, prompt: PromptLike) -> ArrayF32:
-        """Returns the hidden state of the prompt's last token after the final norm, scaled to
-        length 1: float32 [hidden].
+        """Returns the prompt's vector, float32 [size]: the hidden state of its last token after the
+        final norm, scaled to length 1, or what a model that embeds or classifies pools.
         """
         request_id = f"request-{next(self._numbers)}"
         given = _prompt_of(prompt, SamplingFields())

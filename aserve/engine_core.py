@@ -21,6 +21,7 @@ from aserve.actors.scheduler import Pump, SchedulerActor, SchedulerPorts, Schedu
 from aserve.actors.supervisor import Supervised
 from aserve.channel import Channel, Codec, Sink
 from aserve.config import Resolved
+from aserve.disagg.connect import open_transfers
 from aserve.errors import AserveError, EngineDead, ErrorInfo
 from aserve.grammar.compile import Vocabulary
 from aserve.grammar.library import GrammarLibrary
@@ -28,9 +29,11 @@ from aserve.grammar.mask_budget import MaskBudget, MaskLimits
 from aserve.grammar.matching import constrain
 from aserve.grammar.workers import CompileLimits
 from aserve.host.threads import in_thread
+from aserve.measure_steps import warm_up
 from aserve.messages.executor import EngineSpec, Executor, SchedulerEvent
 from aserve.messages.output import DetokenizerEvent
 from aserve.messages.requests import EngineEvent, EngineJob
+from aserve.messages.results import StepTimes
 from aserve.observability.recording import Recorder
 from aserve.observability.reports import EngineReport, TickReporter
 from aserve.observability.step_log import StepLog
@@ -104,42 +107,44 @@ class LocalEngineCore:
         self._recorder = Recorder(Path(debug.record), spec=self.spec) if debug.record else None
         events: Channel[SchedulerEvent] = Channel(codec=Codec(SchedulerEvent) if codec else None)
         pump = Pump(results=events)
+        transfers = open_transfers(
+            executor, resolved, events=events, text=ports.text, report=ports.report
+        )
         masks = MaskActor(scheduler=events, budget=_mask_budget(resolved))
         machine = Scheduler(self.spec, debug_checks=debug.debug_checks)
         states = RequestStates(machine.state, ports.report)
         observers = (states, TickReporter(ports.report), StepLog())
         scheduler = SchedulerActor(
             machine,
-            SchedulerPorts(executor, pump.inbox, ports.text, masks.inbox),
+            SchedulerPorts(executor, pump.inbox, transfers.text, masks.inbox, transfers.kv),
             watch=SchedulerWatch(ports.trace, observers, self._recorder),
             inbox=events,
         )
-        self._library = _grammar_library(resolved, vocabulary, ports.report)
+        self.grammars = _grammar_library(resolved, vocabulary, ports.report)
         grammars = GrammarActor(
-            functools.partial(constrain, self._library),
-            GrammarPorts(events, masks.inbox, ports.text),
+            functools.partial(constrain, self.grammars),
+            GrammarPorts(transfers.requests, masks.inbox, ports.text),
             codec=Codec(EngineEvent) if codec else None,
         )
+        self._events = events
         self.inbox: Sink[EngineEvent] = grammars.inbox
-        self.actors: tuple[Supervised, ...] = (pump, masks, scheduler, grammars)
+        self.actors: tuple[Supervised, ...] = (
+            *(pump, masks, scheduler, grammars),
+            *transfers.actors,
+        )
 
     async def start(self, on_death: DeathReport) -> None:
         executor = self._executor
         executor.start(asyncio.get_running_loop())
         executor.died.add_done_callback(functools.partial(_report_death, on_death))
-        await _warmed_up(executor)
-
-    def start_grammar_worker(self) -> None:
-        """Starts it in a thread. Without one the first grammar waits for seconds, or says why it
-        cannot be compiled.
-        """
-        in_thread(self._library.start_worker, name="grammar worker")
+        for event in await _warmed_up(executor):
+            self._events.send(event)
 
     async def run_job(self, job: EngineJob) -> ErrorInfo | None:
         return await self._executor.run_job(job)
 
     async def close(self) -> None:
-        await in_thread(self._library.close, name="close")
+        await in_thread(self.grammars.close, name="close")
         await self._close_executor()
         if self._recorder is not None:
             self._recorder.close()
@@ -163,16 +168,17 @@ def _report_death(on_death: DeathReport, died: asyncio.Future[BaseException]) ->
         on_death("executor", died.result())
 
 
-async def _warmed_up(executor: LocalExecutor) -> None:
-    """Runs one step. Raises EngineDead if the executor dies, because it would never answer."""
+async def _warmed_up(executor: LocalExecutor) -> list[StepTimes]:
+    """Runs the first steps. Raises EngineDead if the executor dies, as it would never answer."""
     try:
         async with asyncio.TaskGroup() as group:
-            step = group.create_task(executor.warm_up())
+            step = group.create_task(warm_up(executor))
             executor.died.add_done_callback(lambda _: step.cancel())
     except* AserveError as errors:
         raise errors.exceptions[0] from None
     if step.cancelled():
         raise EngineDead(f"the executor died in its first step: {executor.died.result()!r}")
+    return step.result()
 
 
 def _mask_budget(resolved: Resolved) -> MaskBudget:

@@ -14,8 +14,9 @@ from aserve.channel import Channel, Codec
 from aserve.config import Resolved
 from aserve.engine_core import EngineCore, EngineCorePorts, LocalEngineCore
 from aserve.errors import BugError, ErrorInfo
-from aserve.heap import HeapTrimmer
+from aserve.grammar.process import CompileProcess
 from aserve.host.environment import prepare_process
+from aserve.host.heap import HeapTrimmer
 from aserve.http.lora.registry import LoraRegistry
 from aserve.http.state import ServerState
 from aserve.http.tokenize_service import TokenizeService
@@ -25,10 +26,15 @@ from aserve.messages.output import DetokenizerEvent, OutputChunk
 from aserve.messages.requests import Amend, Cancel, GenerateRequest, TokenizerEvent
 from aserve.observability.metrics import Metrics
 from aserve.observability.reports import EngineReport
+from aserve.observability.request_log import request_log_of
 from aserve.observability.trace import Trace
+from aserve.pictures.fetch import MediaFetcher
+from aserve.pictures.reader import PictureReader
+from aserve.pictures.source import MediaDomains
 from aserve.request_stream import Gateway
+from aserve.text.lengths import PromptLimits
 from aserve.text.load import TextSide
-from aserve.text.prompt import PromptEncoder, PromptLimits
+from aserve.text.prompt import PromptEncoder
 
 
 class Frontend:
@@ -49,7 +55,7 @@ class Frontend:
         prepare_process(resolved.machine.threads)
         self.resolved = resolved
         self.state = ServerState()
-        self.metrics = Metrics()
+        self.metrics = Metrics(request_log_of(resolved.server))
         self.gateway = Gateway(
             submit=self._submit,
             cancel=self._cancel,
@@ -57,6 +63,7 @@ class Frontend:
         )
         self.loras = LoraRegistry(resolved.lora, slots_in_use=self.gateway.lora_slots)
         self.tokenize_service = TokenizeService()
+        self._domains = MediaDomains.parse(resolved.server.allow_media_domains)
         self._codec = codec
         self._on_death = on_death
         self._trace = Trace()
@@ -70,16 +77,16 @@ class Frontend:
     def failure(self) -> Failure | None:
         return self._running.supervisor.failure if self._running else None
 
-    async def start(self, loaded: Loaded, *, is_server: bool = False) -> None:
-        """Starts a core in this process and joins it. A server starts a grammar worker."""
+    async def start(self, loaded: Loaded, worker: CompileProcess | None = None) -> None:
+        """Starts a core in this process and joins it. A server has a grammar worker."""
         executor, text = loaded.executor, loaded.text
         vocabulary = functools.partial(vocabulary_of, text.tokenizer, executor.spec.vocab_size)
         core = LocalEngineCore(
             executor, self.resolved, ports=self.ports, vocabulary=vocabulary, codec=self._codec
         )
         await self.join(core, text)
-        if is_server:
-            core.start_grammar_worker()
+        if worker is not None:
+            core.grammars.adopt(worker)
 
     async def join(self, core: EngineCore, text: TextSide) -> None:
         """Connects a core and returns when the engine is ready: one step has run, and the actors
@@ -96,6 +103,7 @@ class Frontend:
         self.state.engine_age_s = core.age_s
         self.state.defaults = text.defaults
         self.state.parsers = text.parsers
+        self.state.pooling = text.pooling
         await self.loras.open(core.run_job)
         self._report("ready", "")
 
@@ -162,14 +170,20 @@ class Frontend:
             spec.vocab_size,
             text.defaults.max_new_tokens,
             page_size=spec.page_size if spec.prefix_cache else 0,
+            auto_truncate=self.resolved.model.allow_auto_truncate,
+            task=spec.task,
+            whole_prompts=spec.whole_prompts,
+            affixes=text.pooling.affixes if spec.task != "generate" else (0, 0),
         )
+        pictures = PictureReader(text.pictures, self._domains)
         encoder = PromptEncoder(
             text.tokenizer,
             template=text.template,
             limits=limits,
             allow_special=self.resolved.model.allow_special_tokens_in_content,
+            pictures=pictures,
         )
-        self.tokenize_service.open(encoder)
+        self.tokenize_service.open(encoder, media := MediaFetcher(pictures))
         tokenizer = TokenizerActor(
             encoder,
             detokenizer=detokenizer.inbox,
@@ -180,6 +194,7 @@ class Frontend:
             ),
             codec=self._codec_of(TokenizerEvent),
             story=self._trace.story,
+            media=media,
         )
         actors = (detokenizer, *core.actors, tokenizer)
         self.metrics.watch_inboxes({actor.name: actor.backlog for actor in actors})

@@ -7,14 +7,20 @@ All of it blocks, so it runs in a thread. torch is imported there, so that the p
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from aserve.config import Resolved
 from aserve.engine_core import LocalExecutor
+from aserve.errors import ConfigError
 from aserve.grammar.compile import Vocabulary
+from aserve.parallel.leader import load_ranks
+from aserve.parallel.topology import Coordinates, Meet
 from aserve.parsers.registry import every_marker
 from aserve.progress import OnProgress, OnStage, ignore_stage, shown_progress
 from aserve.text.load import TextSide, load_text
@@ -22,7 +28,9 @@ from aserve.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from aserve.gpu.build import BuildOptions
+    from aserve.gpu.diffusion.registry import Denoising
     from aserve.gpu.executor import TorchExecutor
+    from aserve.gpu.hisparse.config import HiSparseConfig
     from aserve.gpu.spec.request import SpecOptions
 
 
@@ -34,11 +42,25 @@ class Loaded:
     text: TextSide
 
 
-LoadExecutor: TypeAlias = Callable[[Resolved, Path], LocalExecutor]
+LoadExecutor: TypeAlias = Callable[[Resolved, Path, OnStage], LocalExecutor]
+
+
+def load_mlx_executor(resolved: Resolved, model_dir: Path, on_stage: OnStage) -> LocalExecutor:
+    on_stage("kernels", 0, 0)
+    if find_spec("mlx") is None:
+        raise ConfigError("--device mlx needs MLX: pip install 'aserve[mlx]'", param="device")
+    from aserve.gpu.mlx.build import build_mlx_executor
+
+    with _progress_of("weights", "loading weights", on_stage) as on_progress:
+        options = build_options(resolved, model_dir)
+        executor = build_mlx_executor(options, on_progress=on_progress)
+    on_stage("warm-up", 0, 0)
+    return executor
+
 
 # Executors that are not torch's, by the name of their device. Every other device is opened by
 # torch's executor, which has a registry of its own (gpu/device/registry.py).
-EXECUTORS: Mapping[str, LoadExecutor] = {}
+EXECUTORS: Mapping[str, LoadExecutor] = {"mlx": load_mlx_executor}
 
 
 def load(
@@ -71,17 +93,29 @@ def load_executor(
 ) -> LocalExecutor:
     """Loads the executor for `--device`. It takes as long as loading the weights takes."""
     load_named = executors.get(resolved.machine.device)
+    is_alone = resolved.machine.tensor_parallel_size == 1
     if load_named is not None:
-        return load_named(resolved, model_dir)
-    return load_torch_executor(resolved, model_dir, on_stage)
+        if not is_alone:
+            raise ConfigError(
+                f"--device {resolved.machine.device} runs on one rank", param="tensor_parallel_size"
+            )
+        return load_named(resolved, model_dir, on_stage)
+    build = functools.partial(load_rank, resolved, model_dir, on_stage=on_stage)
+    return build(Coordinates) if is_alone else load_ranks(resolved, model_dir, build)
 
 
-def load_torch_executor(resolved: Resolved, model_dir: Path, on_stage: OnStage) -> TorchExecutor:
+def load_rank(
+    resolved: Resolved, model_dir: Path, meet: Meet, *, on_stage: OnStage
+) -> TorchExecutor:
+    """Loads the executor of one rank, or of the only one."""
     on_stage("kernels", 0, 0)  # torch is imported, and the CPU's kernels are compiled, if need be
     from aserve.gpu.build import build_executor
+    from aserve.gpu.parallel.collectives import collectives_of
 
     with _progress_of("weights", "loading weights", on_stage) as on_progress:
-        executor = build_executor(build_options(resolved, model_dir), on_progress=on_progress)
+        options = build_options(resolved, model_dir)
+        options = dataclasses.replace(options, ranks=collectives_of(meet()))
+        executor = build_executor(options, on_progress=on_progress)
     if resolved.graphs.cuda_graph_capture == "eager":
         with _progress_of("graphs", "capturing graphs", on_stage) as on_progress:
             executor.capture_graphs(on_progress)
@@ -125,13 +159,47 @@ def build_options(resolved: Resolved, model_dir: Path) -> BuildOptions:
         debug_checks=resolved.debug.debug_checks,
         attention=resolved.machine.attention_backend,
         device=resolved.machine.device,
+        two_batches=resolved.machine.enable_two_batch_overlap,
+        hisparse=_hisparse(resolved),
         deterministic=resolved.machine.deterministic,
         graph_rows=0 if resolved.graphs.eager else resolved.graphs.cuda_graph_max_bs,
         max_loras=resolved.lora.max_slots,
         max_lora_rank=resolved.lora.max_lora_rank,
         threads=resolved.machine.threads,
         speculative=_speculative(resolved, model_dir),
+        denoising=_denoising(resolved),
     )
+
+
+def _hisparse(resolved: Resolved) -> HiSparseConfig | None:
+    from aserve.gpu.hisparse.config import HiSparseConfig
+
+    if not resolved.kv.enable_hisparse:
+        return None
+    return HiSparseConfig.of(resolved.kv.hisparse_config)
+
+
+def _denoising(resolved: Resolved) -> Denoising | None:
+    from aserve.gpu.diffusion.registry import denoising_of
+
+    options = resolved.diffusion
+    file = options.dllm_algorithm_config
+    if options.dllm_algorithm is None and file is None:
+        return None
+    return denoising_of(options.dllm_algorithm, {} if file is None else _settings_in(Path(file)))
+
+
+def _settings_in(path: Path) -> Mapping[str, object]:
+    """Reads settings in YAML, of which JSON is a part."""
+    import yaml  # only for those who use it
+
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read --dllm-algorithm-config {path}: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"--dllm-algorithm-config {path} holds no settings")
+    return found
 
 
 def _speculative(resolved: Resolved, model_dir: Path) -> SpecOptions | None:
@@ -150,8 +218,11 @@ def _speculative(resolved: Resolved, model_dir: Path) -> SpecOptions | None:
         num_steps=options.speculative_num_steps,
         topk=options.speculative_topk,
         num_draft_tokens=options.speculative_num_draft_tokens,
+        verification=options.speculative_verification,
+        token_tree=options.speculative_token_tree,
         min_match_len=options.speculative_min_match_len,
         max_match_len=options.speculative_max_match_len,
+        shared_table_size=options.speculative_shared_table_size,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import time
 
 from rich.console import Console
@@ -12,7 +11,7 @@ from rich.console import Console
 from aserve.config import Resolved, shown_settings
 from aserve.errors import ShuttingDown
 from aserve.frontend import Frontend
-from aserve.host.environment import set_up_collector
+from aserve.host.environment import ending_signals, set_up_collector
 from aserve.host.threads import in_thread, new_event_loop
 from aserve.http.openai.call import seed_source
 from aserve.http.peers import ALONE, Peers
@@ -38,16 +37,6 @@ def serve(resolved: Resolved) -> int:
     finally:
         if frontends is not None:
             frontends.remove_sockets()
-
-
-def ending_signals() -> tuple[signal.Signals, ...]:
-    """Returns the signals that drain the server.
-
-    A terminal sends SIGHUP when it closes. If it is ignored, as nohup sets it, it stays ignored.
-    """
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-        return signal.SIGINT, signal.SIGTERM
-    return signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
 class Server:

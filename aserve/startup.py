@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 
 from aserve.config import Resolved
 from aserve.frontend import Frontend
+from aserve.grammar.process import early_worker
 from aserve.host.environment import may_have_cuda
 from aserve.host.threads import in_thread
 from aserve.load import Loaded, find_model, load
@@ -83,8 +84,11 @@ class InThisProcess:
         loop = asyncio.get_running_loop()
         on_stage = StageReporter(frontend.ports.report, call=loop.call_soon_threadsafe)
         work = functools.partial(self._loader, frontend.resolved, on_stage)
-        loaded = await waits.until(in_thread(work, name="load"))
-        await frontend.start(loaded, is_server=True)
+        with early_worker(frontend.resolved.grammar.grammar_workers) as worker:
+            loaded = await waits.until(in_thread(work, name="load"))
+            if worker is not None:
+                on_stage("grammars")
+            await frontend.start(loaded, worker)
         return Launched(loaded.executor.spec, loaded.executor.about)
 
 
@@ -105,10 +109,8 @@ class InItsOwnProcess:
             start = Start(_without_keys(resolved), str(model_dir), os.getcwd())
             most = resolved.server.max_engine_restarts
             process = EngineProcess(self._command, start, max_restarts=most)
-            if self._frontends is None:
-                core = RemoteEngineCore(frontend.ports, process)
-            else:
-                core = self._frontends.connect(frontend.ports, process)
+            connect = RemoteEngineCore if self._frontends is None else self._frontends.connect
+            core = connect(frontend.ports, process, nap_after_s=resolved.server.sleep_idle_seconds)
             undo.push_async_callback(core.close)
             await core.open()
             read_text = functools.partial(load_text, model_dir, resolved.model)
@@ -131,11 +133,11 @@ def _without_keys(resolved: Resolved) -> Resolved:
 
 def launcher_of(resolved: Resolved, frontends: Frontends | None = None) -> Launcher:
     """Chooses one or two processes: on a GPU, text and HTTP would compete with the engine for the
-    GIL. Several frontends need an engine process.
+    GIL. Several frontends, and an engine that sleeps, need an engine process.
     """
-    wish = resolved.server.processes
+    wish, naps = resolved.server.processes, resolved.server.sleep_idle_seconds is not None
     if wish == "auto":
-        is_apart = frontends is not None or may_have_cuda(resolved.machine.device)
+        is_apart = frontends is not None or naps or may_have_cuda(resolved.machine.device)
         wish = "2" if is_apart else "1"
     logger.info("processes=%s frontends=%s", wish, resolved.server.frontends)
     return InItsOwnProcess(frontends=frontends) if wish == "2" else InThisProcess()

@@ -5,13 +5,15 @@ interpreter.
 import gc
 import os
 import secrets
+from random import Random
 
 import hypothesis
 import pytest
 
 from aserve.host.environment import collect_rarely
 from aserve.host.kernel_cache import kernel_cache
-from tests.collected import note_collected
+from tests.collected import IGNORED, note_collected
+from tests.engine_device import CPU, use_device
 
 collect_rarely()  # the imports of all test modules leave hardly any garbage
 
@@ -23,6 +25,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 CACHE = kernel_cache()
 if CACHE is not None:
     os.environ.setdefault("NUMBA_CACHE_DIR", str(CACHE))
+
+collect_ignore_glob = [*IGNORED]
 
 # What takes longest starts first, so that no process ends long after the others.
 LONGEST = (
@@ -65,6 +69,12 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile(os.environ.get("ASERVE_TEST_PROFILE", "default"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device", default=CPU, help="the device of tests that run an engine (default: cpu)"
+    )
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """This runs before the same hook of hypothesis, which reads the seed there.
@@ -72,10 +82,17 @@ def pytest_configure(config: pytest.Config) -> None:
     Triton reads its variable when a kernel is defined, so before any test module is imported. Tests
     that are marked gpu compile their kernels: `pytest -m gpu`.
     """
+    use_device(config.getoption("--device"))
     if SEED is not None:
         config.option.hypothesis_seed = SEED
     if config.getoption("-m") != "gpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True)
+def seeds_of_requests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request without a seed draws the same one in every run, so no test passes by chance."""
+    monkeypatch.setattr(secrets, "randbits", Random(request.node.nodeid).getrandbits)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -17,6 +17,8 @@ class LaunchChecks:
     def __init__(self, spec: EngineSpec, stories: list[Story]) -> None:
         self.spec = spec
         self.num_shared_pages = 0  # summed over batches
+        self.num_skipped = 0  # batches
+        self._skipped: set[int] = set()  # rows
         self._by_seed = {
             child_seed(story.request.sampling.seed, story.child): story for story in stories
         }
@@ -29,6 +31,20 @@ class LaunchChecks:
             self._pages[init.row] = []
         self._check_next_ids(batch)
         self._check_shared_pages(batch)
+        self._check_skipped(batch)
+
+    def _check_skipped(self, batch: ScheduleBatch) -> None:
+        """A row whose last step skipped the drafter has no drafts."""
+        rows = array_i32(batch.rows).tolist()
+        if batch.skips_drafter:
+            assert batch.verify is None
+            self.num_skipped += 1
+            self._skipped.update(rows)
+            return
+        if batch.verify is not None:
+            drafts = zip(rows, array_i32(batch.verify.num_drafts).tolist(), strict=True)
+            assert self._skipped.isdisjoint(row for row, num_drafts in drafts if num_drafts)
+        self._skipped.difference_update(rows)
 
     def _check_next_ids(self, batch: ScheduleBatch) -> None:
         """-row where the row samples, or nothing comes after its span; else what the client knows

@@ -19,6 +19,13 @@ TWO_TOKENS = (
 RELAY = "tests/gpu/step/test_future_map.py"
 RESOLVE = "tests/gpu/step/test_resolve.py"
 SPECULATION = "tests/gpu/spec/test_mode.py"
+REJECTION = "tests/gpu/spec/test_rejection.py"
+SKIPPED = (
+    "tests/gpu/spec/test_skipped_drafter.py::"
+    "test_tokens_are_those_of_plain_decoding_while_rows_stop_and_begin_to_draft"
+)
+FRONT_ROWS = "tests/gpu/spec/test_multi_layer.py"
+CHOICE = "tests/scheduling/test_draft_choice.py"
 PARSERS = "tests/parsers/test_parsers.py"
 REASONING = "tests/scheduling/test_reasoning.py"
 TOOL_GRAMMARS = "tests/parsers/test_tool_grammar.py"
@@ -424,11 +431,130 @@ MUTANTS = (
         f"{SPECULATION}::test_tokens_are_those_of_plain_decoding",
     ),
     Mutant(
+        "a rejected draft in whose place the target draws from p",
+        "aserve/gpu/spec/rejection.py",
+        "return nodes.coins * nodes.draft_q < nodes.draft_p, (nodes.p - nodes.q).clamp(min=0)",
+        "return nodes.coins * nodes.draft_q < nodes.draft_p, nodes.p",
+        f"{REJECTION}::test_b12_tokens_have_the_joint_distribution_of_the_target",
+    ),
+    Mutant(
+        "a block of drafts whose ratios are not multiplied",
+        "aserve/gpu/spec/rejection.py",
+        "factor * nodes.draft_p / nodes.draft_q",
+        "nodes.draft_p / nodes.draft_q",
+        f"{REJECTION}::test_b12_tokens_have_the_joint_distribution_of_the_target",
+    ),
+    Mutant(
+        "a noise of drafts and coins that comes again in the next window",
+        "aserve/gpu/spec/rejection.py",
+        "return seeds + (roots + 1) * GAMMA",
+        "return seeds + GAMMA",
+        f"{REJECTION}::test_b12_tokens_have_the_joint_distribution_of_the_target",
+    ),
+    Mutant(
+        "drafts of held rows without a distribution",
+        "aserve/gpu/spec/mode.py",
+        "needs_noise=len(plan.held_rows) > 0",
+        "needs_noise=False",
+        f"{REJECTION}::test_b11_a_seeded_request_repeats_exactly",
+    ),
+    Mutant(
+        "windows that end where the bounds of the lengths do",
+        "aserve/scheduling/draft_length.py",
+        "alone = np.where(table.num_uncertain[rows] > 0, 0, table.remaining[rows])",
+        "alone = room",
+        f"{REJECTION}::test_b11_a_seeded_request_repeats_exactly",
+    ),
+    Mutant(
+        "a drafter that follows the steps that skip it",
+        "aserve/gpu/spec/mode.py",
+        "fields = {} if skips else self._drafter.extend(runner, step, verified)",
+        "fields = self._drafter.extend(runner, step, verified)",
+        SKIPPED,
+    ),
+    Mutant(
+        "a row that drafts right after the drafter was skipped",
+        "aserve/scheduling/draft_length.py",
+        "is_on &= table.num_skipped[rows] == 0",
+        "pass",
+        SKIPPED,
+    ),
+    Mutant(
+        "windows that cost the account nothing",
+        "aserve/scheduling/draft_choice.py",
+        "self._credit(len(own), -price_us,",
+        "self._credit(len(own), 0 * price_us,",
+        CHOICE,
+    ),
+    Mutant(
+        "windows for which the rows that do not draft wait without being counted",
+        "aserve/scheduling/step_times.py",
+        "gains = self.plain[num_rows] / (times * _shares(num_rows, accepted))",
+        "gains = self.plain[num_rows] / times * (1 + accepted.cumsum() / num_rows)",
+        CHOICE,
+    ),
+    Mutant(
+        "the rows that accept least draft",
+        "aserve/scheduling/step_times.py",
+        'order = np.argsort(-chances, kind="stable")',
+        'order = np.argsort(chances, kind="stable")',
+        CHOICE,
+    ),
+    Mutant(
         "a tree mask without the ancestors of the parent",
         "aserve/gpu/spec/tree.py",
         "mask[:, node] |= mask[every, parent]",
         "mask[every, node, parent] = True",
         SPECULATION,
+    ),
+    Mutant(
+        "a bonus token that is drawn again",
+        "aserve/gpu/spec/verify.py",
+        "return self.tokens.gather(1, self.counts[:, None] - 1)[:, 0]",
+        "return self.tokens.gather(1, (self.counts[:, None] - 2).clamp(min=0))[:, 0]",
+        SPECULATION,
+    ),
+    Mutant(
+        "a window that is taken for one token longer",
+        "aserve/gpu/spec/verify.py",
+        "is_real = places < sizes[:, None]",
+        "is_real = places <= sizes[:, None]",
+        SPECULATION,
+    ),
+    Mutant(
+        "front rows with the hidden states of rejected drafts",
+        "aserve/gpu/spec/front_rows.py",
+        "self._keep(relay, own.rows, hidden, made.cu_query_lens[:-1] + lens - made.kv_lens)",
+        "self._keep(relay, own.rows, hidden, made.cu_query_lens[:-1] + own.lens - made.kv_lens)",
+        FRONT_ROWS,
+    ),
+    Mutant(
+        "a missing front row behind a cached prefix",
+        "aserve/gpu/spec/front_rows.py",
+        "torch.where(span[:, 1] == own.kv_lens, span[:, 0], own.kv_lens)",
+        "torch.where(span[:, 1] == own.kv_lens, span[:, 0], own.kv_lens + 1)",
+        FRONT_ROWS,
+    ),
+    Mutant(
+        "front rows of a row's former request",
+        "aserve/gpu/spec/front_rows.py",
+        "        _forget_new_rows(step, relay)\n",
+        "",
+        FRONT_ROWS,
+    ),
+    Mutant(
+        "front rows of a former request, where another row's length is a bound",
+        "aserve/gpu/spec/front_rows.py",
+        "step.plan.is_bound.all():",
+        "step.plan.is_bound.any():",
+        FRONT_ROWS,
+    ),
+    Mutant(
+        "rows that are longer than their bounds, with front rows",
+        "aserve/gpu/spec/front_rows.py",
+        "len_bounds_cpu=np.maximum(own.len_bounds_cpu, query_lens_cpu),",
+        "len_bounds_cpu=own.len_bounds_cpu,",
+        FRONT_ROWS,
     ),
     Mutant(
         "the KV of an accepted path that stays where its nodes are",
@@ -460,21 +586,21 @@ MUTANTS = (
     ),
     Mutant(
         "a step that runs after one that failed",
-        "aserve/gpu/executor.py",
+        "aserve/gpu/step_threads.py",
         "        self._has_failed = True\n",
         "        self._has_failed = False\n",
         f"{EXECUTOR}::test_a_failed_step_fails_all_up_to_the_resync_and_the_next_is_good",
     ),
     Mutant(
         "a step that runs after an unsound one",
-        "aserve/gpu/executor.py",
+        "aserve/gpu/step_threads.py",
         "self._has_failed or self._invalid_at >= self._good_from",
         "self._has_failed",
         f"{EXECUTOR}::test_nan_logits_fail_their_step_and_name_the_row",
     ),
     Mutant(
         "a resync after which the unsound step still counts",
-        "aserve/gpu/executor.py",
+        "aserve/gpu/step_threads.py",
         "        self._good_from = iteration\n",
         "",
         f"{EXECUTOR}::test_nan_logits_fail_their_step_and_name_the_row",

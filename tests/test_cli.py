@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from aserve.cli import COMMAND_RECORDS, main, make_parser
+from aserve.bench.catalog import BENCHES
+from aserve.cli import ARGUMENTS, COMMAND_RECORDS, command_options, main, make_parser
 from aserve.config import ALL_RECORDS, Facts, Raw, Resolved, resolve, shown_settings
 from aserve.errors import InvalidRequest
-from aserve.foreign_flags import FOREIGN_FLAGS, ForeignFlag
 from aserve.host.environment import STARTUP_THRESHOLD
 from aserve.messages.output import OutputChunk, Usage
-from aserve.option import options_of
+from aserve.options.foreign_flags import FOREIGN_FLAGS, ForeignFlag
+from aserve.options.option import options_of
 
 FACTS = Facts(default_model="none")
 REPOSITORY = Path(__file__).parents[1]
@@ -44,7 +45,7 @@ def test_help_shows_every_option_of_the_command_with_its_text(
         main([command, "--help"])
     assert end.value.code == 0
     shown = capsys.readouterr().out
-    for option in options_of(*COMMAND_RECORDS[command]):
+    for option in command_options(command):
         assert option.flag in shown
         assert option.about in shown
 
@@ -130,6 +131,17 @@ def settings(*words: str) -> dict[str, Any]:
                 "--generation-config none --max-queue 5 --deterministic"
             ),
         ),
+        (
+            (
+                "serve --enable-log-requests --log-requests-format json --log-requests-level=3 "
+                "--stream-response-default-include-usage --structured-outputs-config.backend auto "
+                "--api-server-count 3 --disable-overlap-schedule"
+            ),
+            (
+                "serve --frontends 3 --log-requests --log-format json --log-requests-level 3 "
+                "--enable-force-include-usage --overlap-depth 1"
+            ),
+        ),
     ],
 )
 def test_a_command_line_of_vllm_or_sglang_means_the_same_here(typed: str, ours: str) -> None:
@@ -143,8 +155,16 @@ def test_a_flag_for_what_aserve_cannot_do_says_what_is_possible(
     """Every accepted value is, in every spelling, and no other; and none is known as an option."""
     names = {option.name for option in options_of(*ALL_RECORDS)}
     for flag in foreign.flags:
+        if foreign.is_refused:
+            line = complaint(capsys, "serve", flag)
+            assert line == f"aserve: error: {flag}: not supported: {foreign.about}"
+            continue
         if not foreign.takes_value:
-            assert settings(flag) == settings()
+            shown = settings(flag)
+            assert {name: str(shown[name]) for name in foreign.sets} == {
+                name: str(value) for name, value in foreign.sets.items()
+            }
+            assert bool(foreign.sets) == (shown != settings())
             continue
         for value, sets in foreign.values.items():
             shown = settings(flag, value)
@@ -163,20 +183,60 @@ def test_vllms_speculative_config_sets_the_options_that_it_stands_for(
     given = {"method": "eagle3", "model": "some/dir", "num_speculative_tokens": 3}
     given["draft_tensor_parallel_size"] = 1
     assert settings("--speculative-config", json.dumps(given)) == settings(*ours)
+    for name, method in (("standard", "rejection"), ("block", "block"), (None, "coupled")):
+        shown = settings(
+            "--speculative-config", json.dumps({**given, "rejection_sample_method": name})
+        )
+        assert shown == settings(*ours, "--speculative-verification", method)
     ngram = {"method": "ngram", "prompt_lookup_max": 5, "prompt_lookup_min": 2}
     shown = settings("--speculative-config", json.dumps(ngram))
-    names = ("speculative_min_match_len", "speculative_max_match_len")
+    names: tuple[str, ...] = ("speculative_min_match_len", "speculative_max_match_len")
     assert [shown[name] for name in names] == [2, 5]
-    for wrong, word in (({"method": "x"}, "'x'"), ({**given, "disable_by_batch_size": 4}, "size")):
+    tree = {"method": "eagle", "speculative_token_tree": "[(0,), (0, 0)]"}
+    shown = settings("--speculative-config", json.dumps({**tree, "num_speculative_tokens": 2}))
+    names = ("speculative_token_tree", "speculative_num_draft_tokens", "speculative_num_steps")
+    assert [shown[name] for name in names] == ["[(0,), (0, 0)]", 3, None]
+    for wrong, word in (
+        ({"method": "x"}, "'x'"),
+        ({**given, "disable_by_batch_size": 4}, "size"),
+        ({**given, "rejection_sample_method": "synthetic"}, "'synthetic'"),
+    ):
         line = complaint(capsys, "serve", "--speculative-config", json.dumps(wrong))
         assert word in line
         assert "is not known" in line
+
+
+@pytest.mark.parametrize(
+    ("given", "outcome"),
+    [
+        ({"backend": "xgrammar", "disable_fallback": True, "enable_in_reasoning": False}, {}),
+        ({"reasoning_parser": "qwen3"}, {"reasoning_parser": "qwen3"}),
+        ({"backend": "outlines"}, 'only "auto" or "xgrammar" is possible as backend'),
+        ({"disable_any_whitespace": True}, "only false is possible as disable_any_whitespace"),
+        ({"any": 1}, "the field 'any' is not known (known: reasoning_parser, backend, "),
+        (["backend"], "it is not a JSON object"),
+    ],
+)
+def test_vllms_structured_outputs_config_sets_the_parser_or_says_what_is_possible(
+    given: object, outcome: dict[str, str] | str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = ("--structured-outputs-config", json.dumps(given))
+    if isinstance(outcome, str):
+        assert outcome in complaint(capsys, "serve", *typed)
+    else:
+        assert settings(*typed) == settings() | outcome
 
 
 def test_no_spelling_stands_for_two_options() -> None:
     flags = [flag for option in options_of(*ALL_RECORDS) for flag in option.flags]
     flags += [flag for foreign in FOREIGN_FLAGS for flag in foreign.flags]
     assert len(flags) == len(set(flags))
+
+
+def test_no_option_has_the_name_of_a_positional_argument() -> None:
+    records = {*ALL_RECORDS, *(bench.options for bench in BENCHES.values())}
+    names = {each.name for record in records for each in options_of(record)}
+    assert not names & ARGUMENTS
 
 
 def test_former_names_are_taken_and_not_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from aserve.config import ALL_RECORDS, Facts, Raw, Resolved, read_raw, resolve
 from aserve.errors import ConfigError
-from aserve.option import options_of
+from aserve.options.option import options_of
 
 FACTS = Facts(default_model="/bundled/model", default_name="tiny")
 NAMES = tuple(option.name for option in options_of(*ALL_RECORDS))
@@ -81,6 +81,8 @@ def test_several_frontends_need_a_port_and_an_engine_of_its_own(other: dict[str,
         resolved(frontends=2, **other)
     assert getattr(resolved(frontends=1, **other).server, name) == value
     assert resolved(frontends=2).server.frontends == 2
+    with pytest.raises(ConfigError, match=r"--sleep-idle-seconds .* needs an engine in a"):
+        resolved(sleep_idle_seconds=5, processes="1")
 
 
 def test_an_api_key_is_not_empty_and_a_wrong_one_is_not_repeated_in_the_error() -> None:

@@ -15,7 +15,7 @@ from aserve.cli import make_parser
 from aserve.http.routes import ROUTES
 from tests.architecture.source import ROOT
 from tests.bench.last_line import Captured, figures_of
-from tools.options_page import PAGE, options_page
+from tools.options_page import MODELS, PAGE, models_page, options_page
 
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")])
 FIGURES = ROOT / "docs" / "figures"
@@ -87,13 +87,18 @@ def test_the_page_of_options_is_generated_from_the_options() -> None:
     assert PAGE.read_text() == options_page(), "run `python -m tools.options_page`"
 
 
+def test_the_table_of_families_is_generated_from_their_registry() -> None:
+    assert MODELS.read_text() == models_page(), "run `python -m tools.options_page`"
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
         ("--comparison", str(FIGURES / "engines.json")),
+        ("--comparison", str(FIGURES / "speculation.json")),
         ("--results", str(FIGURES / "scaling.json")),
     ],
-    ids=("engines", "scaling"),
+    ids=("engines", "speculation", "scaling"),
 )
 def test_the_pictures_show_the_figures_beside_them(
     arguments: tuple[str, str], tmp_path: Path, capsys: Captured
@@ -104,9 +109,10 @@ def test_the_pictures_show_the_figures_beside_them(
         assert (FIGURES / f"{name}.svg").read_text() == Path(drawn).read_text(), name
 
 
-def test_the_figures_of_the_picture_stand_on_the_page() -> None:
+@pytest.mark.parametrize("name", ["engines", "speculation"])
+def test_the_figures_of_the_picture_stand_on_the_page(name: str) -> None:
     """A figure of the chart that the page about performance does not hold would be an invention."""
     page = (ROOT / "docs" / "performance.md").read_text()
-    comparison = msgspec.json.decode((FIGURES / "engines.json").read_bytes(), type=Comparison)
+    comparison = msgspec.json.decode((FIGURES / f"{name}.json").read_bytes(), type=Comparison)
     shown = {figure for panel in comparison.panels for bar in panel.bars.values() for figure in bar}
     assert [f"{figure:,g}" for figure in sorted(shown) if f"{figure:,g}" not in page] == []

@@ -19,6 +19,7 @@ from aserve.gpu.spec.request import SpecOptions
 from aserve.load import build_options, load, load_executor, vocabulary_of
 from aserve.messages.base import pack_i32
 from aserve.messages.requests import AdmitRequest, SamplingParams
+from aserve.progress import OnStage
 from aserve.text.tokenizer import TextTokenizer
 from aserve.tiny import DRAFTERS_DIR, MODEL_DIR
 from tests.fakes.executor import SPEC, FakeExecutor
@@ -76,16 +77,19 @@ def test_eager_captures_nothing() -> None:
 
 
 def test_the_bundled_model_comes_with_drafters_and_another_model_does_not() -> None:
-    words = ("--speculative-algorithm", "STANDALONE", "--speculative-eagle-topk", "2")
+    words = ["--speculative-algorithm", "STANDALONE", "--speculative-eagle-topk", "2"]
+    words += ["--speculative-verification", "block"]
     for model_dir, drafters in ((MODEL_DIR, DRAFTERS_DIR), (Path("of-no-model"), None)):
         options = built(words, model_dir).speculative
-        assert options == SpecOptions("STANDALONE", bundled_drafters=drafters, topk=2)
+        assert options == SpecOptions(
+            "STANDALONE", bundled_drafters=drafters, topk=2, verification="block"
+        )
 
 
 async def test_a_device_may_have_an_executor_that_is_not_torchs() -> None:
     loaded: list[Path] = []
 
-    def load_stand_in(_resolved: Resolved, model_dir: Path) -> FakeExecutor:
+    def load_stand_in(_resolved: Resolved, model_dir: Path, _on_stage: OnStage) -> FakeExecutor:
         loaded.append(model_dir)
         return FakeExecutor()
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from aserve.server import ending_signals
+from aserve.host.environment import ending_signals
 
 # A process of its own says by its exit code that all is well: its output may be closed.
 PROGRAM = """

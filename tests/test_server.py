@@ -24,7 +24,8 @@ from tests.fakes.executor import FakeExecutor
 from tests.text.vocabularies import byte_level_tokenizer
 
 # With this seed the first token has text of its own: no half of a character.
-BODY = {"model": "m", "prompt": "hello", "max_tokens": 40, "seed": 1, "ignore_eos": True}
+# With this seed, the first token of the fake model is a text.
+BODY = {"model": "m", "prompt": "hello", "max_tokens": 40, "seed": 4, "ignore_eos": True}
 BODY |= {"stream": True}
 
 
@@ -32,8 +33,8 @@ class Life:
     """A server in this loop, whose model loads when the test lets it."""
 
     def __init__(self, **options: object) -> None:
-        given = {"port": 0, "served_model_name": "m", "drain_timeout": 0.2} | options
-        resolved = resolve(Raw(command_line=given), Facts(default_model="none"))
+        given = {"port": 0, "served_model_name": "m", "drain_timeout": 0.2, "grammar_workers": 0}
+        resolved = resolve(Raw(command_line=given | options), Facts(default_model="none"))
         self.executor = FakeExecutor()
         self.may_load = threading.Event()
         self.is_loading = asyncio.Event()
@@ -166,7 +167,9 @@ async def test_an_executor_that_dies_in_its_first_step_ends_the_server_with_an_e
             self.die(RuntimeError("no such device"))
             await asyncio.Event().wait()
 
-    resolved = resolve(Raw(command_line={"port": 0}), Facts(default_model="none"))
+    resolved = resolve(
+        Raw(command_line={"port": 0, "grammar_workers": 0}), Facts(default_model="none")
+    )
     executor = Stillborn()
     loaded = Loaded(executor, TextSide(byte_level_tokenizer()))
     async with asyncio.timeout(60):
@@ -179,7 +182,9 @@ async def test_a_model_that_cannot_be_loaded_closes_the_port_and_raises() -> Non
     def broken(*_: object) -> Loaded:
         raise ConfigError("no such model")
 
-    resolved = resolve(Raw(command_line={"port": 0}), Facts(default_model="none"))
+    resolved = resolve(
+        Raw(command_line={"port": 0, "grammar_workers": 0}), Facts(default_model="none")
+    )
     serving = Server(resolved, InThisProcess(broken))
     with pytest.raises(ConfigError, match="no such model"):
         await serving.run()

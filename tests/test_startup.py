@@ -34,6 +34,7 @@ async def test_a_wait_ends_with_its_future_or_with_the_signal() -> None:
         ({}, True, InItsOwnProcess),
         ({"processes": "1"}, True, InThisProcess),
         ({"processes": "2"}, False, InItsOwnProcess),
+        ({"sleep_idle_seconds": 5}, False, InItsOwnProcess),
     ],
 )
 def test_the_engine_has_its_own_process_beside_a_gpu_or_where_the_user_says_so(

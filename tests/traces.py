@@ -19,8 +19,9 @@ from aserve.messages.base import CancelReason
 from aserve.messages.executor import EngineSpec, SchedulerEffect, SchedulerEvent
 from aserve.messages.output import Amended, Refused, Retired, StepOutput
 from aserve.messages.requests import AdmitRequest, Amend, Cancel
-from aserve.messages.results import BuildMask, KvFailed, KvReady, MaskReady
-from aserve.messages.step import Launch, ReceiveKv, Resync, Sample, ScheduleBatch
+from aserve.messages.results import BuildMask, MaskReady, StepTimes
+from aserve.messages.step import Launch, Resync, Sample, ScheduleBatch
+from aserve.messages.transfers import KvFailed, KvReady, ReceiveKv, SendKv
 from aserve.observability.recording import Recorder
 from aserve.scheduling.check import describe
 from aserve.scheduling.request import child_seed
@@ -47,6 +48,7 @@ class Trace(msgspec.Struct, frozen=True):
     mask_fail_rate: float = 0.0
     transfer_fail_rate: float = 0.0
     events_per_turn: int = 1
+    times: StepTimes | None = None
 
 
 class TraceRun:
@@ -86,6 +88,8 @@ class TraceRun:
         while self._has_events() or not self.scheduler.is_idle:
             assert len(self.turns) < MAX_TURNS, "the trace does not come to an end"
             events = self._next_events()
+            if self.trace.times is not None and not self.turns:
+                events = [self.trace.times, *events]
             can_move = (
                 events or self._has_events() or self.scheduler.has_more or self.scheduler.is_idle
             )
@@ -202,6 +206,8 @@ class TraceRun:
                 self.asks.append(effect)
             case ReceiveKv():
                 self.transfers.append(effect)
+            case SendKv():
+                raise AssertionError("nobody asked for KV")
             case StepOutput():
                 for output in effect.sequences:
                     self.stories[output.request_id, output.child].take(output)

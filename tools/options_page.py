@@ -1,6 +1,7 @@
-"""Writes docs/options.md, the reference of all options, from the records of aserve/config.py.
+"""Writes docs/options.md, the reference of all options, from the records of aserve/config.py, and
+the table of families in docs/models.md from their registry.
 
-`python -m tools.options_page` writes the page; a test fails while the page and the records differ.
+`python -m tools.options_page` writes both; tests fail while the pages and their sources differ.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from aserve.cli import COMMAND_RECORDS
-from aserve.config import PromptOptions
-from aserve.foreign_flags import foreign_rows
-from aserve.option import Option, grouped
+from aserve.config import PromptOptions, RouterOptions
+from aserve.gpu.supported import family_rows
+from aserve.options.foreign_flags import foreign_rows
+from aserve.options.option import Option, grouped
 
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 HEAD = """\
@@ -33,6 +35,7 @@ Each option can be given in three ways, and the first one that is present wins:
 `true` or `false` in a variable or a file. An option that does not exist and a value out of range
 end the start with one line that says what is wrong.
 """
+ROUTER_NOTE = "Only `aserve route` has these.\n"
 PROMPT_NOTE = "Only `aserve generate` and `aserve chat` have these.\n"
 COLUMNS = "| option | values | default | meaning |\n|---|---|---|---|\n"
 FOREIGN = """\
@@ -44,6 +47,8 @@ There these are accepted, too, with the values in the second column and no other
 | flag | values | why |
 |---|---|---|
 """
+MODELS = PAGE.with_name("models.md")
+FAMILIES = re.compile(r"(\| family \| architecture \| features \|\n\|---\|---\|---\|\n)(?:\|.*\n)+")
 KINDS = {int: "integer", float: "number", str: "text", bool: "switch"}
 
 
@@ -51,9 +56,10 @@ def options_page() -> str:
     """Returns the page as Markdown, with one section and one table for each group of options."""
     records = COMMAND_RECORDS["serve"]
     sections = [_section(*group) for record in records for group in grouped(record).items()]
+    router = [_section(*group, note=ROUTER_NOTE) for group in grouped(RouterOptions).items()]
     prompts = [_section(*group, note=PROMPT_NOTE) for group in grouped(PromptOptions).items()]
     foreign = "".join(f"| {' | '.join(map(_escaped, row))} |\n" for row in foreign_rows())
-    return "\n".join([HEAD, *sections, *prompts, FOREIGN + foreign])
+    return "\n".join([HEAD, *sections, *router, *prompts, FOREIGN + foreign])
 
 
 def _section(title: str, options: list[Option], *, note: str = "") -> str:
@@ -99,5 +105,15 @@ def _escaped(text: str) -> str:
     return "`".join(parts)
 
 
+def models_page() -> str:
+    """Returns docs/models.md with the table of families that the registry has."""
+    rows = "".join(
+        f"| {name} | `{architecture}` | {_escaped(about)} |\n"
+        for name, architecture, about in family_rows()
+    )
+    return FAMILIES.sub(lambda found: found[1] + rows, MODELS.read_text(encoding="utf-8"))
+
+
 if __name__ == "__main__":
     PAGE.write_text(options_page(), encoding="utf-8")
+    MODELS.write_text(models_page(), encoding="utf-8")

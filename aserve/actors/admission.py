@@ -8,12 +8,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aserve.errors import BugError, CapacityError, ExpectedWait, QueueFull
+from aserve.errors import BugError, CapacityError, ExpectedWait, InvalidRequest, QueueFull
 from aserve.messages.base import array_i32
 from aserve.messages.executor import EngineSpec
-from aserve.messages.requests import AdmitRequest, ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from aserve.messages.requests import (
+    AdmitRequest,
+    ChatPrompt,
+    Prompt,
+    SamplingParams,
+    TextPrompt,
+    TokenPrompt,
+)
 
 INT64_MAX = 2**63 - 1
+# Sampling parameters that depend on the tokens before a token, or say something of each token.
+TOKEN_BY_TOKEN = (
+    *("grammar", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+    *("min_tokens", "bad_words", "allowed_token_ids", "logprobs", "prompt_logprobs"),
+)
 RETRY_AFTER_S = 1.0
 
 
@@ -35,8 +47,8 @@ def check_request(
         raise BugError(f"n is {sampling.n} and the seed is {sampling.seed}, which is out of range")
     if sampling.grammar is not None and not has_masks:
         raise BugError("a request has a grammar, but this engine has no mask actor")
-    if sampling.grammar is not None and not spec.decode.root_len:
-        raise BugError("a request has a grammar, but its decode mode takes no masks")
+    if not spec.decode.root_len:
+        _check_blocks(request)
     if request.awaits_kv and (not has_transfers or not max_tokens):
         raise BugError("a request awaits KV, but has max_tokens 0 or an engine without transfers")
     if request.outputs and len(request.outputs) != sampling.n:
@@ -45,6 +57,21 @@ def check_request(
         num_outputs = _check_ids(outputs, spec, what="outputs")
         if num_outputs > max_tokens:
             raise BugError(f"{num_outputs} output tokens are more than max_tokens {max_tokens}")
+
+
+def _check_blocks(request: AdmitRequest) -> None:
+    """Raises InvalidRequest for what goes token by token, and so not with a model that fills blocks
+    of tokens in any order."""
+    sampling, plain = request.sampling, SamplingParams(seed=0)
+    wanted = [name for name in TOKEN_BY_TOKEN if getattr(sampling, name) != getattr(plain, name)]
+    wanted += ["embeddings"] * request.embeds + ["KV of another engine"] * request.awaits_kv
+    if wanted:
+        raise InvalidRequest(
+            "This is a diffusion language model, which fills blocks of tokens in any order. It "
+            f"does not support {', '.join(wanted)}.",
+            param=wanted[0],
+            code="unsupported_value",
+        )
 
 
 def _check_ids(data: bytes, spec: EngineSpec, *, what: str) -> int:
@@ -98,4 +125,5 @@ def prompt_size(prompt: Prompt) -> int:
             return len(prompt.token_ids)
         case ChatPrompt():
             parts = (prompt.messages, prompt.tools, prompt.variables)
-            return sum(len(part or b"") for part in parts)
+            num_bytes = sum(len(part or b"") for part in parts)
+            return num_bytes + sum(len(picture.url) for picture in prompt.pictures)

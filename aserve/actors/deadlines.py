@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 import msgspec
 
 from aserve.actors.wait_forecast import WaitForecast
-from aserve.errors import AserveError, DeadlineExceeded, QueueTimeout
+from aserve.errors import AserveError, Cancelled, DeadlineExceeded, QueueTimeout
 from aserve.messages.executor import SchedulerEvent
 from aserve.messages.output import Refused, Retired
 from aserve.messages.requests import AdmitRequest, Cancel, FailRequest, GenerateRequest
@@ -65,6 +66,36 @@ def deadlines_from_now(request: GenerateRequest) -> Deadlines:
 
 def deadlines_of(request: AdmitRequest) -> Deadlines:
     return Deadlines(request.deadline_s, request.strict_deadline_s, request.queue_deadline_s)
+
+
+@asynccontextmanager
+async def until_left(gone: asyncio.Future[None], deadlines: Deadlines) -> AsyncIterator[None]:
+    """Cancels what a block awaits when the client leaves, which completes `gone`, or a time of its
+    request runs out. Then it raises the error with which the request ends.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+
+    def cancel(_: asyncio.Future[None]) -> None:
+        task.cancel()
+
+    gone.add_done_callback(cancel)
+    limit = asyncio.timeout(deadlines.left_s())
+    try:
+        async with limit:
+            yield
+    except asyncio.CancelledError:
+        if not gone.done():
+            raise
+        task.uncancel()
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise deadlines.error("its prompt was tokenized") from None
+    finally:
+        gone.remove_done_callback(cancel)
+    if gone.done():
+        raise Cancelled("the client went away before its request was prepared")
 
 
 class RequestTimers:

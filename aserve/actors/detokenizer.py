@@ -30,8 +30,8 @@ from aserve.messages.requests import Cancel, EngineEvent, OpenText
 from aserve.scheduling.reasoning import Reasoning
 from aserve.text.logprobs import scored_tokens, token_logprob
 from aserve.text.output import Released, SequenceText
-from aserve.text.prompt import end_ids
 from aserve.text.prompt_text import PromptText
+from aserve.text.sampling_ids import end_ids
 from aserve.text.tokenizer import TextTokenizer
 
 NOTHING = Released("", [], ())
@@ -159,9 +159,7 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
             return
         assert output.position == child.text.num_tokens, "outputs come once and in order"
         child.cached_len = output.cached_len
-        if output.num_drafts:
-            child.num_drafts += output.num_drafts
-            child.num_accepted += len(array_i32(output.token_ids)) - 1
+        child.num_drafts += output.num_drafts
         child.embedding = output.embedding or b""
         if output.prompt_logprobs is not None:
             assert request.prompt is not None
@@ -169,8 +167,10 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
         before = 0 if request.prompt is None else request.prompt.text_len
         num_top = request.opened.sampling.logprobs
         scored = scored_tokens(output, num_top=num_top, tokenizer=self._tokenizer)
-        for token_id in array_i32(output.token_ids).tolist():
+        own = array_i32(output.token_ids).tolist()
+        for place, token_id in enumerate(own, start=1):
             offset = before + child.text.text_len
+            child.num_accepted += output.num_drafts > 0 and place < len(own)
             child.text.feed(token_id, token_logprob(next(scored, None), offset, self._tokenizer))
             if child.text.stop is not None:
                 child.ending = Ending("stop", child.text.stop)
@@ -240,7 +240,7 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
                 child.cached_len,
                 child.reasoning.num_tokens if child.reasoning else 0,
                 child.num_drafts,
-                child.num_accepted,
+                min(child.num_accepted, child.text.num_kept),
             ),
             logprobs=released.logprobs,
             finish_reason=ending and ending.reason,

@@ -31,7 +31,7 @@ class GrammarPorts:
     error of one that is refused goes to `text`.
     """
 
-    scheduler: Channel[SchedulerEvent]
+    scheduler: Sink[SchedulerEvent]
     masks: Channel[MaskEvent]
     text: Sink[DetokenizerEvent]
 

@@ -24,7 +24,8 @@ from aserve.messages.executor import Executor, SchedulerEffect, SchedulerEvent, 
 from aserve.messages.output import Amended, DetokenizerEvent, Refused, Retired, StepOutput
 from aserve.messages.requests import AdmitRequest, Cancel
 from aserve.messages.results import BuildMask
-from aserve.messages.step import Launch, ReceiveKv, Resync, Sample
+from aserve.messages.step import Launch, Resync, Sample
+from aserve.messages.transfers import ReceiveKv, SendKv
 from aserve.observability.recording import Recorder
 from aserve.observability.reports import Admitted, SchedulerObserver, SchedulerTick
 from aserve.observability.trace import Trace
@@ -32,7 +33,7 @@ from aserve.scheduling.admit import consider, receive
 from aserve.scheduling.scheduler import Scheduler
 from aserve.scheduling.tick import Arrivals
 
-KvEvent: TypeAlias = ReceiveKv | Retired | Refused  # of the KV transfers of other engines
+KvEvent: TypeAlias = ReceiveKv | SendKv | Retired | Refused  # of the KV transfers of other engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +101,7 @@ class SchedulerActor(Actor[SchedulerEvent]):
     def end_request(self, request_id: str, error: ErrorInfo) -> None:
         """Refuses a request that the scheduler has not received."""
         self._timers.clear(request_id)
-        refused = Refused(request_id, error)
-        self._ports.text.send(refused)
-        if self._ports.masks is not None:
-            self._ports.masks.send(refused)
+        self._tell_end(Refused(request_id, error))
 
     async def stop(self) -> None:
         self._timers.close()
@@ -174,12 +172,8 @@ class SchedulerActor(Actor[SchedulerEvent]):
             case StepOutput() | Amended():
                 ports.text.send(effect)
             case Retired() | Refused():
-                ports.text.send(self._timers.forecast.explained(effect))
-                if ports.masks is not None:
-                    ports.masks.send(effect)
-                if ports.kv is not None:
-                    ports.kv.send(effect)
-            case ReceiveKv():
+                self._tell_end(self._timers.forecast.explained(effect))
+            case ReceiveKv() | SendKv():
                 if ports.kv is None:
                     raise BugError(f"no transfers for request {effect.request_id}")
                 ports.kv.send(effect)
@@ -189,6 +183,13 @@ class SchedulerActor(Actor[SchedulerEvent]):
                 ports.masks.send(effect)
             case _:
                 assert_never(effect)
+
+    def _tell_end(self, end: Retired | Refused) -> None:
+        self._ports.text.send(end)
+        if self._ports.masks is not None:
+            self._ports.masks.send(end)
+        if self._ports.kv is not None:
+            self._ports.kv.send(end)
 
     def _tick(self, events: list[SchedulerEvent], effects: list[SchedulerEffect]) -> SchedulerTick:
         state = self._scheduler.state

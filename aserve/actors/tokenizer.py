@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 from typing import assert_never
 
+from msgspec.structs import replace
+
 from aserve.actors.admission import TokenizeQueue, prompt_size, too_early
 from aserve.actors.base import Actor, Story
-from aserve.actors.deadlines import Deadlines, deadlines_from_now
+from aserve.actors.deadlines import Deadlines, deadlines_from_now, until_left
 from aserve.actors.fair_threads import FairThreads
 from aserve.channel import Channel, Codec, Sink
-from aserve.errors import Cancelled, ErrorInfo
+from aserve.errors import ErrorInfo
 from aserve.messages.output import Amended, DetokenizerEvent, Refused
 from aserve.messages.requests import (
     Amend,
@@ -22,6 +24,7 @@ from aserve.messages.requests import (
     GenerateRequest,
     TokenizerEvent,
 )
+from aserve.pictures.fetch import MediaFetcher
 from aserve.text.prompt import Prepared, PromptEncoder
 
 LONG_TEXT = 2_000  # characters or ids, about 1 ms of work; longer ones go to a thread
@@ -31,7 +34,8 @@ NUM_THREADS = 2
 
 class TokenizerActor(Actor[TokenizerEvent]):
     """Encodes short prompts on the loop, in order of arrival. A prompt that is longer than
-    LONG_TEXT, alone or together with those before it in its batch, is encoded in a thread.
+    LONG_TEXT, alone or together with those before it in its batch, is encoded in a thread, and so
+    is one whose pictures must be fetched first.
 
     A request ends here with Refused, or continues as OpenText to the detokenizer and then as
     AdmitRequest to the engine. A cancel follows its request and cannot overtake it. If the client
@@ -47,12 +51,14 @@ class TokenizerActor(Actor[TokenizerEvent]):
         queue: TokenizeQueue | None = None,
         codec: Codec | None = None,
         story: Story | None = None,
+        media: MediaFetcher | None = None,
     ) -> None:
         super().__init__("tokenizer", codec=codec, story=story)
         self._encoder = encoder
         self._detokenizer = detokenizer
         self._engine = engine
         self._queue = queue or TokenizeQueue()
+        self._media = media or MediaFetcher()
         self._threads: FairThreads[Prepared] = FairThreads(NUM_THREADS)
         # requests that are prepared in threads; the future completes when the client leaves
         self._preparing: dict[str, asyncio.Future[None]] = {}
@@ -66,9 +72,8 @@ class TokenizerActor(Actor[TokenizerEvent]):
                     deadlines = deadlines_from_now(event)
                     size = prompt_size(event.prompt) + len(event.prediction)
                     size += WORD_SIZE * len(event.sampling.bad_words)
-                    if size > room:
-                        work = self._prepare_later
-                        self.attempt(event.request_id, work, event, size, deadlines)
+                    if size > room or self._media.fetches(event.prompt):
+                        self.attempt(event.request_id, self._prepare_later, event, size, deadlines)
                     else:
                         room -= size
                         self.attempt(event.request_id, self._prepare_now, event, deadlines)
@@ -86,6 +91,7 @@ class TokenizerActor(Actor[TokenizerEvent]):
 
     async def stop(self) -> None:
         await super().stop()
+        await self._media.close()
         self._threads.close()
 
     def _prepare_now(self, request: GenerateRequest, deadlines: Deadlines) -> None:
@@ -111,23 +117,14 @@ class TokenizerActor(Actor[TokenizerEvent]):
         """NOTE: on a cancel or timeout, work that waits for a thread is dropped. Work that runs
         continues to its end, and its result is ignored.
         """
-        loop = asyncio.get_running_loop()
-        work: asyncio.Future[Prepared] = loop.create_future()
         try:
-            work = self._threads.run(request.client, self._encoder.prepare, request)
-            await asyncio.wait(
-                (work, gone), timeout=deadlines.left_s(), return_when=asyncio.FIRST_COMPLETED
-            )
-            is_done = work.done()
+            async with until_left(gone, deadlines), self._media.fetched(request.prompt) as prompt:
+                request = replace(request, prompt=prompt)
+                prepared = await self._threads.run(request.client, self._encoder.prepare, request)
         finally:
             self._num_chars -= size
             del self._preparing[request.request_id]
-            work.cancel()
-        if gone.done():
-            raise Cancelled("the client went away before its request was prepared")
-        if not is_done:
-            raise deadlines.error("its prompt was tokenized")
-        self._pass_on(work.result(), deadlines)
+        self._pass_on(prepared, deadlines)
 
     def _pass_on(self, prepared: Prepared, deadlines: Deadlines) -> None:
         self._detokenizer.send(prepared.open)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from aserve.bench.options import (
     AdmissionOptions,
     FairnessOptions,
+    GroupedOptions,
     HostileOptions,
     HostStepOptions,
     KernelsOptions,
@@ -21,9 +22,12 @@ from aserve.bench.options import (
     OverlapSimOptions,
     RelayOptions,
     ReportOptions,
+    RouteOptions,
     ScalingOptions,
     ServeOptions,
     SpeculateOptions,
+    TwoBatchesOptions,
+    VerifyOptions,
 )
 from aserve.config import Resolved
 from aserve.host.environment import prepare_process
@@ -51,6 +55,11 @@ BENCHES: Mapping[str, Bench] = {
         "The delay that a flood from one client causes to others. The device only sleeps.",
         FairnessOptions,
         "aserve.bench.fairness",
+    ),
+    "grouped": Bench(
+        "Grouped products of a mixture of experts, relative to a loop of torch over the experts.",
+        GroupedOptions,
+        "aserve.bench.grouped",
     ),
     "host-step": Bench(
         "The scheduler's time per step. The device takes no time.",
@@ -100,6 +109,11 @@ BENCHES: Mapping[str, Bench] = {
         ReportOptions,
         "aserve.bench.report",
     ),
+    "route": Bench(
+        "The cost of the router, and cached prefixes by its policy on two servers.",
+        RouteOptions,
+        "aserve.bench.route",
+    ),
     "scaling": Bench(
         "Cost by context length, prompt length, number of rows and size of the model.",
         ScalingOptions,
@@ -116,6 +130,17 @@ BENCHES: Mapping[str, Bench] = {
         "Latency and throughput of any OpenAI-compatible server.",
         ServeOptions,
         "aserve.bench.serve",
+    ),
+    "two-batches": Bench(
+        "Two-batch overlap on logical ranks of experts behind a simulated link.",
+        TwoBatchesOptions,
+        "aserve.bench.two_batches",
+    ),
+    "verify": Bench(
+        "A step that verifies drafts, over a step of plain decoding by the same engine.",
+        VerifyOptions,
+        "aserve.bench.verify_step",
+        takes_engine=True,
     ),
 }
 

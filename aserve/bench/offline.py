@@ -45,7 +45,7 @@ async def _measure(
     _check_context(scenarios, max_model_len=loaded.executor.spec.max_model_len)
     windows = TokenWindows(loaded.text.tokenizer, seed=options.prompt_seed)
     async with Engine(resolved, loader=lambda _: loaded) as engine:
-        ours = OurEngine(engine)
+        ours = OurEngine(engine, root_len=loaded.executor.spec.decode.root_len)
         if options.preset or options.beside:
             with ThreadPoolExecutor(1) as thread:
                 engines = await _open_engines(ours, options, resolved, thread=thread)
@@ -60,11 +60,18 @@ async def _measure(
 
 
 class OurEngine:
-    """The embedded engine, with a count of the prompt tokens that its prefix cache had."""
+    """The embedded engine, with a count of the prompt tokens that its prefix cache had. `root_len`:
+    tokens that the step of a prompt gives, which is no decode.
+    """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, root_len: int = 1) -> None:
         self.num_cached = 0
+        self.root_len = root_len
         self._engine = engine
+
+    @property
+    def num_decodes(self) -> int:
+        return self._engine.num_decodes
 
     async def send(self, prompt: list[int], num_new: int) -> Answer:
         answer = await time_request(self._engine, prompt, max_tokens=num_new)
@@ -115,10 +122,15 @@ async def _measure_load(
             arrivals_s = arrival_times(
                 options.num_prompts, rate=options.request_rate, burstiness=1.0, seed=repeat
             )
+            num_decodes = ours.num_decodes
             answers, duration_s = await run_load(
                 sends, arrivals_s, max_concurrency=options.max_concurrency, done=done
             )
-            figures.append(serving_figures(answers, duration_s=duration_s, limits_ms={}))
+            one = serving_figures(answers, duration_s=duration_s, limits_ms={})
+            num_tokens = one["total_output_tokens"] - ours.root_len * one["completed"]
+            # One token without drafts, more with them, and those of a diffusion model's forward.
+            rate = num_tokens / max(1, ours.num_decodes - num_decodes)
+            figures.append({**one, "tokens_per_decode": round(rate, 3)})
     return figures
 
 

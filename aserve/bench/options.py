@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from aserve.errors import ConfigError
-from aserve.option import Limits, option
+from aserve.options.option import Limits, option
 
 LIST = Limits(metavar="N,N,...")
 SECRET = Limits(metavar="KEY", is_secret=True)
@@ -30,6 +30,21 @@ class FairnessOptions:
     light_clients: int = option(9, "clients that send one request at a time", Limits(low=1))
     light_requests: int = option(4, "requests of each light client", Limits(low=1))
     light_tokens: int = option(32, "tokens of each answer of a light client", Limits(low=2))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedOptions:
+    """The defaults are the experts of Qwen3-30B-A3B."""
+
+    tokens: str = option("1,8,64,512", "tokens of a forward, one measurement each", LIST)
+    experts: int = option(128, "experts of the layer", Limits(low=1))
+    top_k: int = option(8, "experts of each token", Limits(low=1))
+    hidden: int = option(2048, "size of a token's hidden state", Limits(low=2))
+    intermediate: int = option(768, "outputs of each expert", Limits(low=2))
+    dtype: str = option(
+        "bfloat16", "dtype of weights and tokens", Limits(choices=("float32", "bfloat16"))
+    )
+    repeats: int = option(9, "repeats of each implementation, in turns", Limits(low=1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +81,20 @@ class SpeculateOptions:
     rows: str = option("1,4,16,64", "sequences that decode together, one measurement each", LIST)
     output_len: int = option(96, "tokens of each answer at most", Limits(low=3))
     temperature: float = option(0.0, "temperature of the answers", Limits(low=0))
-    prompt: str | None = option(None, "the prompt of all answers; default: openings of stories")
+    task: str = option(
+        "stories",
+        "what the prompts ask for; recall, json and code repeat parts of the prompt",
+        Limits(choices=("stories", "recall", "json", "code")),
+    )
+    prompt: str | None = option(None, "the prompt of all answers, in place of those of the task")
     repeats: int = option(5, "repeats of each engine, in turns", Limits(low=1))
+
+
+@dataclass(frozen=True, slots=True)
+class TwoBatchesOptions:
+    ranks: int = option(2, "logical ranks, each with a part of the experts", Limits(low=1, high=16))
+    rows: int = option(64, "sequences that decode on each rank", Limits(low=2, high=1024))
+    repeats: int = option(9, "forwards in one piece and in two halves, in turns", Limits(low=1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +102,15 @@ class RelayOptions:
     rows: int = option(8, "sequences that decode together", Limits(low=1, high=256))
     steps: int = option(200, "measured steps of a repeat", Limits(low=1, high=900))
     repeats: int = option(3, "repeats, each with an idle and with a busy loop", Limits(low=1))
+
+
+@dataclass(frozen=True, slots=True)
+class RouteOptions:
+    requests: int = option(500, "small requests, alone and together", Limits(low=1))
+    streams: int = option(16, "streams at once", Limits(low=1, high=1024))
+    chunks: int = option(500, "chunks of a stream", Limits(low=1))
+    groups: int = option(9, "prefixes on two real servers; 0: without servers", Limits(low=0))
+    turns: int = option(6, "prompts with the same prefix", Limits(low=1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +217,14 @@ class OneBatchOptions:
     )
     repeats: int = option(3, "repeats, each with other prompts", Limits(low=1))
     prompt_seed: int = option(0, "seed of the prompts", Limits(low=0))
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    rows: str = option("1", "sequences that decode together, one measurement each", LIST)
+    input_len: int = option(64, "tokens of each prompt", Limits(low=1))
+    output_len: int = option(48, "tokens of each answer", Limits(low=8))
+    repeats: int = option(7, "repeats of both kinds of steps, in turns", Limits(low=1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,11 +44,11 @@ async def start_server(*options: str) -> ServerStart:
 
 
 @contextlib.asynccontextmanager
-async def serving(*options: str) -> AsyncIterator[RunningServer]:
-    """Runs a server while the context is open. Its further output is dropped."""
+async def serving(*options: str, command: str = "serve") -> AsyncIterator[RunningServer]:
+    """Runs a server, or a router, while the context is open. Its further output is dropped."""
     start_s = time.perf_counter()
-    command = (sys.executable, "-m", "aserve", "serve", "--port", "0", *options)
-    process = await create_subprocess_exec(*command, stdout=PIPE, stderr=STDOUT)
+    words = (sys.executable, "-m", "aserve", command, "--port", "0", *options)
+    process = await create_subprocess_exec(*words, stdout=PIPE, stderr=STDOUT)
     try:
         address = await _ready(process)
         yield RunningServer(address, process.pid, time.perf_counter() - start_s)

@@ -13,7 +13,7 @@ from aserve.engine_core import LocalExecutor
 from aserve.errors import ConfigError, StepError
 from aserve.messages.base import array_i32, pack_i32
 from aserve.messages.executor import Executor, SchedulerEffect, SchedulerEvent, Ticket
-from aserve.messages.output import Refused, Retired
+from aserve.messages.output import Refused, Retired, StepOutput
 from aserve.messages.requests import AdmitRequest
 from aserve.messages.results import SampleResult, StepFailed, StepResult
 from aserve.messages.step import Launch, ScheduleBatch, StepStats
@@ -45,18 +45,29 @@ class StepTime:
 
 
 class StepDriver:
-    """Runs one load after the other with the same scheduler."""
+    """Runs one load after the other with the same scheduler. `outputs` has the tokens of the last
+    load by request id."""
 
     def __init__(self, executor: Executor) -> None:
+        self.outputs: dict[str, list[int]] = {}
         self._executor = executor
         self._scheduler = Scheduler(executor.spec)
         self._flights: deque[tuple[ScheduleBatch, float, Ticket]] = deque()
+
+    def prepare(self, events: Sequence[SchedulerEvent]) -> None:
+        """Gives the scheduler what an engine gives its own at the start."""
+        self._step([*events])
+
+    def fix_drafts(self, num_rows: int, num_drafts: int) -> None:
+        """See `DraftChoice.fix`."""
+        self._scheduler.state.draft_choice.fix(num_rows, num_drafts)
 
     async def run(self, requests: Sequence[AdmitRequest]) -> list[StepTime]:
         """Runs until every request has ended, and returns the times of all steps. Raises if a
         request is refused or a step fails.
         """
         times: list[StepTime] = []
+        self.outputs.clear()
         self._step(list(requests))
         while self._flights:
             batch, launched_s, ticket = self._flights.popleft()
@@ -81,6 +92,10 @@ class StepDriver:
             case Launch(batches=(batch,)):
                 flight = batch, time.perf_counter(), self._executor.launch(batch)
                 self._flights.append(flight)
+            case StepOutput():
+                for each in effect.sequences:
+                    tokens = self.outputs.setdefault(each.request_id, [])
+                    tokens += array_i32(each.token_ids).tolist()
             case Refused():
                 raise ConfigError(effect.error.message)
             case Retired(error=error) if error is not None:

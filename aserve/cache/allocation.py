@@ -34,6 +34,10 @@ class PageAllocation:
     def num_shared(self) -> int:
         return self.prefix.num_pages
 
+    def packed(self) -> tuple[bytes, ...]:
+        """Returns the pages of each group as bytes of int32."""
+        return tuple(pages.tobytes() for pages in self.pages)
+
 
 def num_shared_pages(allocations: Sequence[PageAllocation]) -> int:
     """Returns how many leading pages of group 0 all allocations share, 0 for a single one.

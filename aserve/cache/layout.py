@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import bisect
+import logging
 from collections.abc import Sequence
 
 import msgspec
 
 from aserve.errors import BugError, ConfigError
-from aserve.messages.executor import GroupSpec
+from aserve.messages.executor import EngineSpec, GroupSpec
 
 _TOKEN_ID_BYTES = 4  # int32
 # Two steps in flight may each take a full token budget. At a larger depth a step may have to wait
 # for pages.
 _STEPS_IN_FLIGHT = 2
+
+MIB = 1 << 20
+
+logger = logging.getLogger(__name__)
 
 
 class GroupLayout(msgspec.Struct, frozen=True):
@@ -29,6 +34,7 @@ class GroupLayout(msgspec.Struct, frozen=True):
     dtype_bytes: int
     is_latent: bool = False  # one vector per KV head serves as key and value
     draft_bytes_per_token: int = 0  # keys and values of a drafter's layers with the same window
+    index_bytes_per_token: int = 0  # index keys of sparse attention
 
     @property
     def bytes_per_token(self) -> int:
@@ -37,9 +43,11 @@ class GroupLayout(msgspec.Struct, frozen=True):
         return self.num_layers * num_vectors * self.head_dim * self.dtype_bytes
 
     def bytes_per_page(self, page_size: int) -> int:
-        """Bytes of a page: keys and values of all layers, and token ids in the first group."""
+        """Bytes of a page: keys, values and index keys of all layers, and token ids in the first
+        group."""
         token_ids = _TOKEN_ID_BYTES if self.window is None else 0
-        return page_size * (self.bytes_per_token + self.draft_bytes_per_token + token_ids)
+        beside = self.draft_bytes_per_token + self.index_bytes_per_token + token_ids
+        return page_size * (self.bytes_per_token + beside)
 
 
 def plan_groups(
@@ -113,6 +121,51 @@ def longest_context(
 
     pages = range(1, -(-max_model_len // page_size) + 1)
     return min(bisect.bisect_left(pages, True, key=is_too_long) * page_size, max_model_len)
+
+
+def with_pages(
+    spec: EngineSpec,
+    layouts: Sequence[GroupLayout],
+    *,
+    num_pages: int | None,
+    budget_bytes: int,
+    may_shorten: bool,
+) -> EngineSpec:
+    """Returns the spec with its groups. They have `num_pages`, or else what fits the budget; then
+    the context may become shorter, if the user has not named one (`may_shorten`).
+    """
+    if num_pages is None and may_shorten:
+        max_model_len = _context_with_room(spec, layouts, budget_bytes)
+        spec = msgspec.structs.replace(spec, max_model_len=max_model_len)
+    groups = plan_groups(
+        layouts,
+        page_size=spec.page_size,
+        budget_bytes=budget_bytes,
+        max_rows=spec.max_rows,
+        max_model_len=spec.max_model_len,
+        max_batched_tokens=spec.max_batched_tokens,
+        num_pages=num_pages,
+    )
+    return msgspec.structs.replace(spec, groups=groups)
+
+
+def _context_with_room(spec: EngineSpec, layouts: Sequence[GroupLayout], budget_bytes: int) -> int:
+    """Returns the model's context length, or what one request has KV memory for if that is less."""
+    room = longest_context(
+        layouts,
+        page_size=spec.page_size,
+        budget_bytes=budget_bytes,
+        max_model_len=spec.max_model_len,
+        max_batched_tokens=spec.max_batched_tokens,
+    )
+    if room in (0, spec.max_model_len):
+        return spec.max_model_len  # with no room at all, plan_groups reports what is missing
+    logger.warning(
+        "the context is %d tokens instead of the model's %d: KV memory is %d MiB; "
+        "--num-pages gives more",
+        *(room, spec.max_model_len, budget_bytes // MIB),
+    )
+    return room
 
 
 class _Need(msgspec.Struct, frozen=True):

@@ -245,13 +245,13 @@ class PageKeys(Sequence[bytes]):
     as the bytes in which they arrived.
     """
 
-    __slots__ = ("_namespace", "_num_prompt", "_own", "_prompt")
+    __slots__ = ("_num_prompt", "_own", "_prompt", "namespace")
 
     def __init__(self, prompt: bytes, *, namespace: str) -> None:
         self._prompt = prompt
         self._num_prompt = len(prompt) // KEY_BYTES
         self._own: list[bytes] = []
-        self._namespace = namespace
+        self.namespace = namespace
 
     def __len__(self) -> int:
         return self._num_prompt + len(self._own)
@@ -273,7 +273,7 @@ class PageKeys(Sequence[bytes]):
 
     def append(self, page_tokens: bytes) -> None:
         """Appends the key of the next page, whose tokens are `page_tokens`, int32."""
-        parent = self[len(self) - 1] if len(self) else root_key(self._namespace)
+        parent = self[len(self) - 1] if len(self) else root_key(self.namespace)
         self._own.append(blake2b(page_tokens, digest_size=KEY_BYTES, key=parent).digest())
 
     def num_common(self, other: PageKeys, *, start: int, stop: int) -> int:

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import torch
 
-from aserve.cache.layout import GroupLayout, longest_context, plan_groups
+from aserve.cache.layout import MIB, GroupLayout, with_pages
 from aserve.errors import ConfigError
 from aserve.gpu.attention.base import AttentionSite
 from aserve.gpu.attention.select import Attention, build_attention
+from aserve.gpu.attention.sparse import index_bytes_per_token
 from aserve.gpu.cudagraph.graphs import GraphParts, StepGraphs
-from aserve.gpu.cudagraph.shapes import FILTER, GREEDY, NOISE, ShapeTable, row_counts
+from aserve.gpu.cudagraph.shapes import FEW, FILTER, GREEDY, NOISE, ShapeTable, row_counts
 from aserve.gpu.cudagraph.warmup import names_the_option, run_largest_steps
 from aserve.gpu.decode.base import DecodeMode
 from aserve.gpu.decode.registry import MODES, PLAIN
@@ -28,7 +28,14 @@ from aserve.gpu.device.base import Device
 from aserve.gpu.device.fused_step import FusedStep
 from aserve.gpu.device.ops import DeviceOps
 from aserve.gpu.device.registry import DEVICES, OpenDevice, open_device
+from aserve.gpu.diffusion.mode import diffusion_mode, in_blocks
+from aserve.gpu.diffusion.registry import Denoising
 from aserve.gpu.executor import ExecutorParts, TorchExecutor
+from aserve.gpu.hisparse.backend import with_hisparse
+from aserve.gpu.hisparse.config import HiSparseConfig, refuse_beside_hisparse
+from aserve.gpu.hisparse.host_kv import HostKvPools
+from aserve.gpu.hisparse.hot_rows import HotRows, HotShape
+from aserve.gpu.hisparse.memory import host_memory, kv_budget
 from aserve.gpu.kv.layer_groups import LayerGroup, group_layers
 from aserve.gpu.kv.pools import KvOps, KvPools
 from aserve.gpu.kv.store import kv_dtype_name, kv_dtype_of
@@ -36,24 +43,26 @@ from aserve.gpu.live_loader import LiveLoader, model_reader
 from aserve.gpu.lora.tables import LoraTables
 from aserve.gpu.models.base import CausalModel, DraftModel, LoadPlan
 from aserve.gpu.models.load import make_loader
+from aserve.gpu.models.pooling import PooledModel, generating
 from aserve.gpu.models.registry import Code
+from aserve.gpu.moe.two_batches import two_batches
+from aserve.gpu.parallel.collectives import ALONE, Collectives
+from aserve.gpu.parallel.source import for_rank
 from aserve.gpu.runner import DraftParts, ModelRunner, RunnerParts
 from aserve.gpu.sampling.params import RowTables
 from aserve.gpu.spec.mode import Speculative
 from aserve.gpu.spec.prediction import Predicted, verifying
 from aserve.gpu.spec.registry import ALGORITHMS
-from aserve.gpu.spec.request import DraftRequest, SpecOptions
+from aserve.gpu.spec.rejection import Verification, verification_of
+from aserve.gpu.spec.request import DraftRequest, LoadedDrafter, SpecOptions
 from aserve.gpu.step.future_map import SEQ_LEN, FutureMap
 from aserve.gpu.step.resolve import DeviceState
 from aserve.gpu.weights.format import WeightRequest, dtype_name
 from aserve.gpu.weights.source import OnProgress, Target, ignore_progress
 from aserve.messages.executor import EngineSpec
 
-MIB = 1 << 20
 MIN_PAGES = 2  # page 0 is padding
 DEFAULT_THREADS = torch.get_num_threads()  # read before any engine lowers it
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +91,15 @@ class BuildOptions:
     attention: str = "auto"
     decode: str = "autoregressive"
     graph_rows: int | None = None  # rows of the largest captured step; 0 captures none
+    two_batches: bool = False  # forwards of models with experts run in two halves
     deterministic: bool = False  # logits of a token do not depend on the rest of the batch
     speculative: SpecOptions | None = None
+    denoising: Denoising | None = None  # of a diffusion model; None: the default
     max_loras: int = 0  # LoRA adapters on the device at once; 0: none, and linear layers are plain
     max_lora_rank: int = 16
+    hisparse: HiSparseConfig | None = None  # KV of sparse attention is in the host's memory
     threads: int | None = None  # of torch; None: as many as the model benefits from
+    ranks: Collectives = ALONE  # among which the model is divided
 
 
 def build_executor(
@@ -129,11 +142,27 @@ def build_on(
         )
     )
     torch.set_num_threads(
-        options.threads or min(form.max_threads or DEFAULT_THREADS, DEFAULT_THREADS)
+        options.threads
+        or max(
+            1, min(form.max_threads or DEFAULT_THREADS, DEFAULT_THREADS) // options.ranks.num_ranks
+        )
     )
     is_dummy = options.load_format == "dummy"
     ops = device.ops(form.dtype, is_deterministic=options.deterministic)
-    target = Target(device.torch_device, device.free_bytes(), form.prepare, ops.elementwise)
+    target = Target(
+        device.torch_device,
+        device.free_bytes(),
+        form.prepare,
+        form.prepare_grouped,
+        ops.elementwise,
+    )
+    unsupported = {
+        "--enable-lora": options.max_loras,
+        "--enable-hisparse": options.hisparse,
+        "--enable-two-batch-overlap": options.two_batches,
+        "--dllm-algorithm": options.denoising,
+    }
+    target = for_rank(target, options.ranks, beside=unsupported)
     loras = None
     if options.max_loras:
         _refuse_adapters(code)
@@ -147,13 +176,25 @@ def build_on(
     random = "random weights, " if is_dummy else ""
     about = f"{code.name} code ({code.why}), {random}{form.about}"
     drafter = None
+    mode = mode or diffusion_mode(
+        model,
+        options.denoising,
+        beside={
+            "--speculative-algorithm": options.speculative is not None,
+            "--enable-two-batch-overlap": options.two_batches,
+        },
+    )
     if options.speculative is not None:
+        _refuse_drafts(model)
         loaded = ALGORITHMS[options.speculative.algorithm](
             DraftRequest(options.speculative, model, plan, ops, target_dir=options.model_dir)
         )
         drafter = loaded.model
-        mode = verifying(loaded.drafter, ops.suffix_match, loaded.fuse)
+        verification = _verification(options.speculative, loaded, vocab_size=model.vocab_size)
+        mode = verifying(loaded.drafter, ops.suffix_match, loaded.fuse, verification)
         about = f"{about}, {options.speculative.algorithm} drafts {loaded.about}"
+        if verification is not None:
+            about += f", {options.speculative.verification} verification"
     if mode is None and options.decode == PLAIN:
         mode = Predicted(None, ops.suffix_match)
     mode = mode or MODES[options.decode]()
@@ -163,6 +204,28 @@ def build_on(
     return assemble(
         model, mode, device, options, about=about, drafter=drafter, live_loader=live_loader
     )
+
+
+def _verification(
+    options: SpecOptions, loaded: LoadedDrafter, *, vocab_size: int
+) -> Verification | None:
+    """NOTE: a drafter without a model leaves nothing to chance, so coupled verification is the
+    same as all others."""
+    if loaded.model is None:
+        return None
+    return verification_of(
+        options.verification,
+        vocab_size=vocab_size,
+        max_drafts=loaded.drafter.max_drafts,
+        is_tree=loaded.drafter.tree is not None,
+    )
+
+
+def _refuse_drafts(model: CausalModel) -> None:
+    if isinstance(model, PooledModel):
+        raise ConfigError(
+            "this model generates nothing that could be drafted", param="speculative_algorithm"
+        )
 
 
 def _refuse_adapters(code: Code) -> None:
@@ -186,15 +249,19 @@ def assemble(
 ) -> TorchExecutor:
     """Builds an executor around loaded models. `about` describes the weights if there is more to
     say than their dtype. `live_loader` has the adapters that the model was built with."""
+    if options.hisparse is not None:
+        refuse_beside_hisparse(has_draft_model=drafter is not None, two_batches=options.two_batches)
     live_loader = live_loader or LiveLoader(model)
     ops = device.ops(model.dtype, is_deterministic=options.deterministic)
-    parts = _Parts(
-        model, group_layers(model.layers), mode, device, ops, options, drafter, live_loader.loras
-    )
+    pooled = model if isinstance(model, PooledModel) else generating(model)
+    groups, loras = group_layers(model.layers), live_loader.loras
+    parts = _Parts(pooled.backbone, groups, mode, device, ops, options, pooled, drafter, loras)
     num_pages, budget_bytes = options.num_pages, 0
     if num_pages is None:
         run_largest = functools.partial(_run_largest, parts)
         budget_bytes = device.kv_bytes(run_largest, share=options.memory_share)
+        # All ranks have the same pages, in the memory of one machine.
+        budget_bytes = options.ranks.least(budget_bytes // options.ranks.num_ranks)
     what = "the KV does not fit beside the model; lower --num-pages or --gpu-memory-utilization"
     with device.stream(), names_the_option(what):
         made = _make(parts, num_pages=num_pages, budget_bytes=budget_bytes)
@@ -208,10 +275,16 @@ def assemble(
     if (draft_pools := made.runner.state.draft_pools) is not None:
         size_bytes += draft_pools.size_bytes - pools.token_pool.nbytes  # which both share
     kv_about = f"KV {kv_dtype_name(pools.dtype)} {size_bytes / MIB:,.0f} MiB"
+    own = made.draft_attention
+    attention_about = f"{made.attention.name} ({made.attention.why})" + (
+        "" if own is None else f", the drafter's {own.name}"
+    )
     about = (
         f"{about or dtype_name(model.dtype)} on {device.about}, "
-        f"attention {made.attention.name} ({made.attention.why}), {kv_about}"
+        f"attention {attention_about}, {kv_about}"
     )
+    if isinstance(pools, HostKvPools):
+        about += f", {pools.about(made.spec)}"
     if device.graph_rows:
         about += f", {graphs.about}"
     return TorchExecutor(
@@ -236,8 +309,17 @@ class _Parts:
     device: Device
     ops: DeviceOps
     options: BuildOptions
+    pooled: PooledModel
     drafter: DraftModel | None = None
     loras: LoraTables | None = None
+
+    @property
+    def hot_shape(self) -> HotShape | None:
+        """The hot rows of HiSparse, if it is on."""
+        config = self.options.hisparse
+        if config is None:
+            return None
+        return HotShape(self.max_rows, config.num_hot(self.model.layers), config.backup_interval)
 
     @property
     def draft_groups(self) -> tuple[LayerGroup, ...]:
@@ -264,6 +346,7 @@ class _Made:
     runner: ModelRunner
     spec: EngineSpec
     attention: Attention
+    draft_attention: Attention | None
 
 
 def _run_largest(parts: _Parts) -> None:
@@ -276,13 +359,25 @@ def _run_largest(parts: _Parts) -> None:
 def _shapes(parts: _Parts, made: _Made) -> ShapeTable:
     """Returns the shapes of the steps that may be captured."""
     device, graph_rows = parts.device, parts.options.graph_rows
+    caps = made.spec.decode
     by_shape = parts.ops.sample_ops.filters_by_shape
-    can_capture = bool(device.graph_rows) and made.attention.capabilities.can_capture
+    can_capture = bool(
+        device.graph_rows and parts.mode.graph_widths and made.attention.capabilities.can_capture
+    )
     max_rows = min(device.graph_rows if graph_rows is None else graph_rows, made.spec.max_rows)
+    widths = sorted({1, *parts.mode.graph_widths})
+    # Narrower windows: when the load, or the end of the outputs, leaves less to draft.
+    late_widths = dict.fromkeys(set(range(1, widths[-1])) - {*widths}, max_rows)
+    if caps.max_predicted and parts.drafter is None:
+        # NOTE: with a drafter, windows of predictions run eagerly. It may take rows that are wider
+        # than its own windows for prompts (front_rows.py).
+        late_widths[caps.max_predicted + 1] = FEW[-1]
     return ShapeTable(
         counts=row_counts(max_rows if can_capture else 0),
-        widths=tuple(sorted({1, *parts.mode.graph_widths})),
+        widths=tuple(widths),
         samplings=(GREEDY, NOISE, FILTER) if by_shape else (GREEDY, NOISE),
+        late_widths=late_widths,
+        has_skips=caps.max_tokens_per_step > caps.root_len and not caps.whole_windows,
     )
 
 
@@ -302,15 +397,24 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
         has_tree_masks=mode.caps.tree is not None,
     )
     attention = build_attention(options.attention, site, order=device.attention)
-    drafter = _build_drafter(parts, state)
-    clears_pages = attention.capabilities.whole_pages or drafter is not None
-    state = dataclasses.replace(state, clears_pages=clears_pages)
+    if isinstance(state.pools, HostKvPools):
+        attention = with_hisparse(attention, state.pools)
+    drafter = None
+    draft_attention = _build_draft_attention(parts, state)
+    if parts.drafter is not None and draft_attention is not None:
+        drafter = DraftParts(parts.drafter, draft_attention.backend)
+    state = dataclasses.replace(state, clears_pages=attention.capabilities.whole_pages)
     # A fused step has attention of its own, so it is not used where the user names a backend.
-    make = parts.ops.fused_step
-    fused_model = make(model, state) if attention.is_auto else None
+    fused_model = parts.ops.fused_step(model, state) if attention.is_auto else None
     fused_step: FusedStep | None = fused_model
-    if fused_model is not None and isinstance(mode, Speculative | Predicted):
-        fused_step = mode.fused_step(fused_model, make, state)
+    sample_ops = parts.ops.sample_ops
+    if isinstance(mode, Speculative | Predicted):
+        sample_ops = mode.sample_ops(sample_ops, state)
+        if fused_model is not None:
+            fused_step = mode.fused_step(fused_model, parts.ops.fused_draft, state)
+    if options.two_batches:
+        has_loras = parts.loras is not None
+        fused_step = two_batches(model, attention.backend, has_loras=has_loras)
     runner = ModelRunner(
         RunnerParts(
             model=model,
@@ -318,15 +422,26 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
             attention=attention.backend,
             mode=mode,
             is_debug=options.debug_checks,
-            sample_ops=parts.ops.sample_ops,
+            sample_ops=sample_ops,
             fused_step=fused_step,
             resolve=parts.ops.resolve,
             drafter=drafter,
             loras=parts.loras,
+            pooler=parts.pooled.pooler,
         )
     )
-    spec = msgspec.structs.replace(spec, names_shared_pages=attention.capabilities.shared_pages)
-    return _Made(runner, spec, attention)
+    if runner.pictures is not None and (drafter is not None or mode.caps.tree is not None):
+        raise ConfigError(
+            "a model that reads pictures runs without draft models and draft trees; drafts from "
+            "n-grams in a chain are supported",
+            param="speculative_algorithm",
+        )
+    spec = msgspec.structs.replace(
+        spec,
+        names_shared_pages=attention.capabilities.shared_pages,
+        hot_bytes_per_row=state.pools.row_bytes if isinstance(state.pools, HostKvPools) else 0,
+    )
+    return _Made(runner, spec, attention, draft_attention)
 
 
 def _site(
@@ -336,7 +451,7 @@ def _site(
     return AttentionSite(pools, groups, dtype, parts.device, is_deterministic=deterministic)
 
 
-def _build_drafter(parts: _Parts, state: DeviceState) -> DraftParts | None:
+def _build_draft_attention(parts: _Parts, state: DeviceState) -> Attention | None:
     """NOTE: the drafter runs before the host knows how many tokens the step accepts, so its
     attention cannot plan from exact lengths."""
     if parts.drafter is None or state.draft_pools is None:
@@ -347,8 +462,7 @@ def _build_drafter(parts: _Parts, state: DeviceState) -> DraftParts | None:
         has_bounds=True,
         has_tree_masks=parts.mode.caps.tree is not None,
     )
-    attention = build_attention("auto", site, order=parts.device.attention)
-    return DraftParts(parts.drafter, attention.backend)
+    return build_attention("auto", site, order=parts.device.attention)
 
 
 def _plan_spec(
@@ -356,37 +470,47 @@ def _plan_spec(
 ) -> EngineSpec:
     options = parts.options
     layouts = [_layout(parts, group, kv_dtype) for group in parts.groups]
-    max_model_len = parts.model.max_model_len
-    if num_pages is None and options.max_model_len is None:
-        max_model_len = _context_with_room(parts, layouts, budget_bytes)
-    return EngineSpec(
+    if parts.hot_shape is not None and options.hisparse is not None:
+        budget_bytes = kv_budget(
+            budget_bytes,
+            layouts[0],
+            shape=parts.hot_shape,
+            ratio=options.hisparse.host_to_device_ratio,
+            memory=host_memory(parts.device),
+        )
+    spec = EngineSpec(
         page_size=options.page_size,
-        groups=plan_groups(
-            layouts,
-            page_size=options.page_size,
-            budget_bytes=budget_bytes,
-            max_rows=parts.max_rows,
-            max_model_len=max_model_len,
-            max_batched_tokens=parts.max_batched_tokens,
-            num_pages=num_pages,
-        ),
+        groups=(),
         max_rows=parts.max_rows,
-        max_model_len=max_model_len,
+        max_model_len=parts.model.max_model_len,
         max_batched_tokens=parts.max_batched_tokens,
         vocab_size=parts.model.vocab_size,
         depth=options.depth,
         lead=options.lead,
         max_waiting=options.max_waiting,
-        prefix_cache=options.prefix_cache,
+        prefix_cache=options.prefix_cache and not parts.pooled.whole_prompts,
         decode=parts.mode.caps,
         max_mixed_prefill_tokens=options.max_mixed_prefill_tokens,
         dtype=dtype_name(parts.model.dtype),
+        task=parts.pooled.task,
+        whole_prompts=parts.pooled.whole_prompts,
     )
+    spec = with_pages(
+        spec,
+        layouts,
+        num_pages=num_pages,
+        budget_bytes=budget_bytes,
+        may_shorten=options.max_model_len is None,
+    )
+    return in_blocks(spec)
 
 
 def _layout(parts: _Parts, group: LayerGroup, kv_dtype: torch.dtype) -> GroupLayout:
     """Returns the group's layout, with the drafter's layers of the same window."""
-    layout = group.layout(kv_dtype.itemsize)
+    layout = msgspec.structs.replace(
+        group.layout(kv_dtype.itemsize),
+        index_bytes_per_token=index_bytes_per_token(group, parts.model.dtype),
+    )
     if parts.drafter is None:
         return layout
     draft_dtype = kv_dtype_of(parts.options.kv_dtype, parts.drafter.dtype)
@@ -395,27 +519,12 @@ def _layout(parts: _Parts, group: LayerGroup, kv_dtype: torch.dtype) -> GroupLay
         for own in parts.draft_groups
         if own.window == group.window
     )
+    per_token += sum(
+        index_bytes_per_token(own, parts.drafter.dtype)
+        for own in parts.draft_groups
+        if own.window == group.window
+    )
     return msgspec.structs.replace(layout, draft_bytes_per_token=per_token)
-
-
-def _context_with_room(parts: _Parts, layouts: Sequence[GroupLayout], budget_bytes: int) -> int:
-    """Returns the model's context length, or what one request has KV memory for if that is less."""
-    max_model_len = parts.model.max_model_len
-    room = longest_context(
-        layouts,
-        page_size=parts.options.page_size,
-        budget_bytes=budget_bytes,
-        max_model_len=max_model_len,
-        max_batched_tokens=parts.max_batched_tokens,
-    )
-    if room in (0, max_model_len):
-        return max_model_len  # with no room at all, plan_groups reports what is missing
-    logger.warning(
-        "the context is %d tokens instead of the model's %d: KV memory is %d MiB; "
-        "--num-pages gives more",
-        *(room, max_model_len, budget_bytes // MIB),
-    )
-    return room
 
 
 def _allocate(parts: _Parts, spec: EngineSpec, kv_dtype: torch.dtype) -> DeviceState:
@@ -425,15 +534,21 @@ def _allocate(parts: _Parts, spec: EngineSpec, kv_dtype: torch.dtype) -> DeviceS
     # A drafter's forwards of rows with few drafts reach as far as those of others.
     most = spec.max_model_len + spec.decode.most_tokens(is_predicted=True)
     pages_per_row = -(-most // spec.page_size) + 1
-    pools = KvPools(
+    shape = parts.hot_shape
+    pools = (KvPools if shape is None else HostKvPools)(
         parts.groups,
         spec.groups,
         page_size=spec.page_size,
         table_shape=(spec.max_rows + 1, pages_per_row),
         dtype=kv_dtype,
         device=where,
-        ops=KvOps(device.zeros, ops.rope_and_store_kv),
+        ops=KvOps(
+            device.zeros if shape is None else host_memory(device).zeros, ops.rope_and_store_kv
+        ),
     )
+    if shape is not None and isinstance(pools, HostKvPools):
+        layout = _layout(parts, parts.groups[0], kv_dtype)
+        pools.open(HotRows(pools.layers, shape, device.zeros, host_memory(device).copy), layout)
     draft_pools = None
     if parts.drafter is not None:
         draft_dtype = kv_dtype_of(parts.options.kv_dtype, parts.drafter.dtype)

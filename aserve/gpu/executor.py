@@ -25,15 +25,15 @@
 # Buffers. A staging slot is given back by the first landing whose event lies behind its copy; a
 # result slot when its words were read. Neither is touched in between.
 #
-# Failures. Any exception of a step is the failure of that step: its ticket completes with
-# StepFailed, and the thread goes on. The state on the device is then unknown, so every later step
-# and Sample fails as well, until `Resync(iteration)` says that the scheduler has dropped everything
-# in flight and that its next steps initialise their rows anew. A step can also fail late: the
-# waiter finds NaN logits, or a failed debug check, in its result. Later steps have been launched by
-# then. The waiter stores the iteration in `_invalid_at`, and the executor thread compares it with
-# the last Resync's iteration, `_good_from`: a failure of before that Resync, which arrives late, is
-# ignored. A device that has become unusable raises again when `_fail` asks it for an event: then
-# the thread ends, `died` tells the engine, and the engine restarts.
+# Failures (step_threads.py). Any exception of a step is the failure of that step: its ticket
+# completes with StepFailed, and the thread goes on. The state on the device is then unknown, so
+# every later step and Sample fails as well, until `Resync(iteration)` says that the scheduler has
+# dropped everything in flight and that its next steps initialise their rows anew. A step can also
+# fail late: the waiter finds NaN logits, or a failed debug check, in its result. Later steps have
+# been launched by then. The waiter stores the iteration in `_invalid_at`, and the executor thread
+# compares it with the last Resync's iteration, `_good_from`: a failure of before that Resync, which
+# arrives late, is ignored. A device that has become unusable raises again when it is asked for the
+# event of the failure: then the thread ends, `died` tells the engine, and the engine restarts.
 #
 # Exact lengths. With speculation the scheduler knows only bounds of some KV lengths. If attention
 # plans on the host (`host_lens`), the executor thread waits for the lengths that the previous step
@@ -42,10 +42,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-import queue
-import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -53,10 +51,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from aserve.errors import AserveError, BugError, EngineDead, ErrorInfo, StepError
+from aserve.errors import AserveError, ErrorInfo
 from aserve.gpu.cudagraph.graphs import StepGraphs
-from aserve.gpu.cudagraph.warmup import padding_batch
+from aserve.gpu.cudagraph.warmup import run_padding_steps
 from aserve.gpu.device.base import Device, Event, slice_len_of
+from aserve.gpu.disagg.kv_access import TorchKvAccess
 from aserve.gpu.live_loader import LiveLoader
 from aserve.gpu.runner import ModelRunner
 from aserve.gpu.sampling.plan import RowParams
@@ -64,18 +63,15 @@ from aserve.gpu.step.held import HeldSample, read_drafts
 from aserve.gpu.step.plan import LogitsPlan, StepPlan, plan_step
 from aserve.gpu.step.results import Layout, check_step, read_sample, read_step, seq_lens
 from aserve.gpu.step.ticket import Outcome, StepTicket
+from aserve.gpu.step_threads import Job, StepThreads
 from aserve.gpu.transfer.host_copy import HostCopy, PublishedLens
 from aserve.gpu.transfer.pinned import PinnedSlot, PinnedSlots
 from aserve.gpu.transfer.staging import DeviceArrays, HostArrays
-from aserve.gpu.waiter import Landing, Waiter
-from aserve.host.threads import SWITCH_INTERVAL_S, Worker
+from aserve.gpu.waiter import Landing
 from aserve.messages.base import ArrayI32, array_i32
 from aserve.messages.executor import EngineSpec
 from aserve.messages.requests import EngineJob
-from aserve.messages.results import StepFailed, StepResult
 from aserve.messages.step import Resync, Sample, ScheduleBatch
-
-Job = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +92,6 @@ class TorchExecutor:
     def __init__(self, parts: ExecutorParts) -> None:
         self.spec = parts.spec
         self.about = parts.about
-        self.died: asyncio.Future[BaseException]
         self._runner = parts.runner
         self._live_loader = parts.live_loader
         self._device = parts.device
@@ -105,76 +100,45 @@ class TorchExecutor:
         self._slice_len = slice_len_of(parts.device, vocab_size=parts.spec.vocab_size)
         self._row_params = RowParams(parts.spec.max_rows)
         self._published = PublishedLens() if parts.needs_host_lens else None
-        self._has_failed = False  # written by the executor thread
-        self._good_from = 0  # iteration of the last Resync; written by the executor thread
-        self._invalid_at = -1  # iteration of an invalid result; written by the waiter
-        self._is_closed = False
+        self._read_s = 0.0  # when the last result came; written where results are read
         self._staging = PinnedSlots(parts.device, is_debug=parts.is_debug)
         self._staged: list[PinnedSlot] = []  # since the last event; written by the executor thread
         self._results = PinnedSlots(parts.device, is_debug=parts.is_debug)
-        self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._worker = Worker("aserve-executor", self._run, on_end=self._ended)
-        self._loop: asyncio.AbstractEventLoop
-        self._waiter: Waiter
+        self._threads = StepThreads(self._run, land_after_all=self._land_after_all)
 
     # ------------------------------------------------------------ the event loop's thread
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self._loop = loop
-        self.died = loop.create_future()
-        self._waiter = Waiter(loop, on_end=self._ended)
-        self._waiter.start()
-        self._worker.start()
+        self.died = self._threads.start(loop)
 
     def capture_graphs(self, on_progress: Callable[[int, int], None]) -> None:
         """Captures every graph of the shape table, before `start`, on the calling thread."""
-        total = self._graphs.request_all()
         with torch.inference_mode(), self._device.stream():
-            for number in range(total):
-                if self._graphs.has_pending:
-                    self._capture()
-                on_progress(number + 1, total)
+            self._graphs.capture_all(on_progress)
 
     async def warm_up(self) -> None:
-        """Runs one prefill and one decode of the padding row, which no request uses."""
-        for query_len in (2, 1):
-            batch = padding_batch(query_len, num_groups=len(self.spec.groups))
-            ticket = self.launch(batch)
-            first = asyncio.FIRST_COMPLETED
-            await asyncio.wait((ticket.outcome, self.died), return_when=first)
-            if self.died.done():
-                raise EngineDead(f"the device thread ended: {self.died.result()!r}")
-            outcome = ticket.outcome.result()
-            if isinstance(outcome, StepFailed):
-                raise EngineDead(f"the warm-up step failed: {outcome.error.message}")
+        await run_padding_steps(self.launch, self.died, num_groups=len(self.spec.groups))
 
     def launch(self, *batches: ScheduleBatch) -> StepTicket:
         [batch] = batches  # this executor is one rank
-        ticket = StepTicket(batch.iteration, self._loop)
-        self._inbox.put(functools.partial(self._try, ticket, lambda: self._step(batch, ticket)))
-        return ticket
+        return self._threads.launch(batch.iteration, functools.partial(self._step, batch))
 
     def sample(self, sample: Sample) -> StepTicket:
-        ticket = StepTicket(sample.iteration, self._loop)
-        self._inbox.put(functools.partial(self._try, ticket, lambda: self._sample(sample, ticket)))
-        return ticket
+        return self._threads.launch(sample.iteration, functools.partial(self._sample, sample))
 
     def resync(self, resync: Resync) -> None:
-        self._inbox.put(functools.partial(self._resync, resync.iteration))
+        self._threads.resync(resync.iteration, self._forget)
 
     async def run_job(self, job: EngineJob) -> ErrorInfo | None:
         """Does it between two steps, or returns the reason why not."""
-        return await self._live_loader.run(job, submit=self._inbox.put, died=self.died)
+        return await self._live_loader.run(job, submit=self._threads.jobs.put, died=self.died)
+
+    def kv_access(self) -> TorchKvAccess:
+        return TorchKvAccess(self._runner.state, self._device, self._threads.jobs.put)
 
     def close(self) -> None:
         """Runs what was launched to its end, then ends both threads."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._inbox.put(None)
-        self._worker.join()
-        self._waiter.close()
+        self._threads.close()
 
     # ------------------------------------------------------------ the executor thread
 
@@ -187,42 +151,17 @@ class TorchExecutor:
         """Returns the next job. Graphs are captured while there is none, so a new job waits for at
         most one capture.
         """
-        while self._graphs.has_pending and self._inbox.empty():
-            self._capture()
-        return self._inbox.get()
-
-    def _capture(self) -> None:
-        try:
+        while self._graphs.has_pending and self._threads.jobs.empty():
             self._graphs.capture_next()
-        except Exception as error:
-            self._device.mark()  # raises if the device has become unusable
-            self._graphs.refuse(error)
+        return self._threads.jobs.get()
 
-    def _try(self, ticket: StepTicket, work: Job) -> None:
-        """Runs a step's work, and completes its ticket with StepFailed if that raises."""
-        if self._has_failed or self._invalid_at >= self._good_from:
-            self._fail(ticket, StepError("an earlier step failed").info())
-            return
-        try:
-            work()
-        except AserveError as error:
-            self._fail(ticket, error.info())
-        except Exception as error:
-            self._fail(ticket, StepError(f"{type(error).__name__}: {error}").info())
-
-    def _fail(self, ticket: StepTicket, error: ErrorInfo) -> None:
-        self._has_failed = True
-        failed = StepFailed(ticket.iteration, error)
-        self._land(self._device.mark(), lambda: functools.partial(ticket.complete, failed))
-
-    def _resync(self, iteration: int) -> None:
-        self._has_failed = False
-        self._good_from = iteration
+    def _forget(self) -> None:
         self._runner.held.clear()
         if self._published is not None:
             self._published.clear()
 
     def _step(self, batch: ScheduleBatch, ticket: StepTicket) -> None:
+        start_s = time.perf_counter()
         self._row_params.write(batch.row_inits)
         vocab_size, slice_len = self.spec.vocab_size, self._slice_len
         plan = plan_step(batch, self._row_params, vocab_size=vocab_size, slice_len=slice_len)
@@ -240,7 +179,7 @@ class TorchExecutor:
             staged = self._stage(self._runner.stage(plan))
             self._runner.apply(batch, staged)
             packed = self._runner.step(plan, staged, publish)
-        read = functools.partial(self._read_step, plan, packed.layout, ticket)
+        read = functools.partial(self._read_step, plan, packed.layout, ticket, start_s)
         self._copy_out(packed.words, read)
 
     def _sample(self, sample: Sample, ticket: StepTicket) -> None:
@@ -275,29 +214,31 @@ class TorchExecutor:
 
     def _copy_out(self, values: Tensor, read: Callable[[ArrayI32], Callable[[], None]]) -> HostCopy:
         """Copies values, int32 [n], to the host. `read` is called with them when they are there."""
-        num_words = len(values)
-        slot = self._results.take(num_words)
-        event = self._device.copy_out(values, slot.prefix(num_words))
-        copy = HostCopy(self._results, slot, num_words, event)
+        slot = self._results.take(len(values))
+        event = self._device.copy_out(values, slot.prefix(len(values)))
+        copy = HostCopy(self._results, slot, len(values), event)
         self._land(event, lambda: read(copy.read()))
         return copy
 
-    def _land(self, event: Event, read: Callable[[], Job | None]) -> None:
+    def _land_after_all(self, complete: Job) -> None:
+        self._land(self._device.mark(), lambda: complete)
+
+    def _land(self, event: Event, read: Callable[[], Job]) -> None:
         """Calls `read` after `event`, and gives back the slots that were staged before it."""
         staged, self._staged = self._staged, []
 
-        def land() -> Job | None:
+        def land() -> Job:
             for slot in staged:
                 self._staging.give_back(slot)
             return read()
 
         landing = Landing(event, land)
         if self._device.runs_behind:
-            self._waiter.land(landing)
+            self._threads.waiter.land(landing)
         else:
             # PERF: handing it to another thread costs two switches of the interpreter lock per
             # step, a third of the step of a tiny model (bench serve).
-            self._waiter.finish(landing)
+            self._threads.waiter.finish(landing)
 
     # ------------------------------------------------------------ the waiter thread
 
@@ -306,19 +247,18 @@ class TorchExecutor:
         return functools.partial(ticket.publish, functools.partial(seq_lens, plan, lens))
 
     def _read_step(
-        self, plan: StepPlan, layout: Layout, ticket: StepTicket, words: ArrayI32
+        self, plan: StepPlan, layout: Layout, ticket: StepTicket, start_s: float, words: ArrayI32
     ) -> Job:
+        start_s, self._read_s = max(start_s, self._read_s), time.perf_counter()
         num_words = sum(layout.sizes)
-        result: StepResult | AserveError = read_step(
-            words[:num_words], layout, plan.logits, plan.prompts, plan.iteration
-        )
+        result = read_step(words[:num_words], layout, plan.logits, plan.prompts, plan.iteration)
         if self._is_debug:
             stamps, kv_lens = words[num_words:].reshape(2, -1)[:, : len(plan.rows)]
             result = check_step(plan, stamps, kv_lens) or result
         if isinstance(result, AserveError):
-            return self._refuse(ticket, result)
-        if drafts := read_drafts(words, layout, plan):
-            result = msgspec.structs.replace(result, drafts=drafts)
+            return self._threads.refuse(ticket, result)
+        drafts, took_us = read_drafts(words, layout, plan), (self._read_s - start_s) * 1e6
+        result = msgspec.structs.replace(result, drafts=drafts, took_us=took_us)
         return functools.partial(_complete_with_lens, ticket, result, plan)
 
     def _read_sample(
@@ -326,25 +266,8 @@ class TorchExecutor:
     ) -> Job:
         result = read_sample(words, layout, logits, ticket.iteration)
         if isinstance(result, AserveError):
-            return self._refuse(ticket, result)
+            return self._threads.refuse(ticket, result)
         return functools.partial(ticket.complete, result)
-
-    def _refuse(self, ticket: StepTicket, error: AserveError) -> Job:
-        """An invalid result fails its step, and every later step up to the Resync."""
-        self._invalid_at = ticket.iteration
-        return functools.partial(ticket.complete, StepFailed(ticket.iteration, error.info()))
-
-    def _ended(self, error: BaseException | None) -> None:
-        """Called when one of the two threads has ended, for whatever reason."""
-        if self._is_closed and error is None:
-            return
-        reason = error or BugError("a device thread ended by itself")
-        with contextlib.suppress(RuntimeError):  # the loop is closed as well
-            self._loop.call_soon_threadsafe(self._report_death, reason)
-
-    def _report_death(self, reason: BaseException) -> None:
-        if not self.died.done():
-            self.died.set_result(reason)
 
 
 def _complete_with_lens(ticket: StepTicket, outcome: Outcome, plan: StepPlan) -> None:

@@ -150,7 +150,7 @@ def model_reader(loader: ModelLoader, plan: LoadPlan) -> ReadModel | None:
     def read(load: LoadWeights) -> CausalModel:
         directory = Path(load.path) if load.path else loader.model_dir
         other, _ = make_loader(directory)
-        if not isinstance(other, NativeLoader) or other.family is not loader.family:
+        if not isinstance(other, NativeLoader) or other.family != loader.family:
             raise ConfigError(f"{directory}: its architecture is not {config.architecture}")
         if names := config.fields.differing(other.config.fields) - NEUTRAL_FIELDS:
             raise ConfigError(

@@ -18,6 +18,8 @@ from aserve.gpu.decode.base import DecodeMode, OnPublish
 from aserve.gpu.device.fused_step import FusedStep
 from aserve.gpu.lora.tables import LoraTables
 from aserve.gpu.models.base import Attend, CausalModel, DraftModel
+from aserve.gpu.models.ngram_embedding import id_window_of
+from aserve.gpu.models.pooling import LAST_TOKEN, Pooler
 from aserve.gpu.sampling.ops import PLAIN_OPS, SampleOps
 from aserve.gpu.sampling.params import LogitsRows
 from aserve.gpu.sampling.sampler import Sampled, Sampler
@@ -25,6 +27,8 @@ from aserve.gpu.sampling.tree_paths import TreePaths
 from aserve.gpu.step.forward_batch import NO_OVERRIDES, DeviceBatch, ForwardBatch, ForwardOverrides
 from aserve.gpu.step.future_map import SEQ_LEN, FutureMap
 from aserve.gpu.step.held import HeldRows, HeldSample, HeldStep
+from aserve.gpu.step.id_windows import id_windows
+from aserve.gpu.step.pictures import picture_rows
 from aserve.gpu.step.plan import StepPlan
 from aserve.gpu.step.prompts import score_prompts
 from aserve.gpu.step.resolve import (
@@ -63,6 +67,7 @@ class RunnerParts:
     resolve: Resolve = resolve
     drafter: DraftParts | None = None
     loras: LoraTables | None = None  # of the target model
+    pooler: Pooler = LAST_TOKEN
 
 
 class ModelRunner:
@@ -74,6 +79,7 @@ class ModelRunner:
         "held",
         "loras",
         "model",
+        "pictures",
         "relay",
         "state",
     )
@@ -83,6 +89,7 @@ class ModelRunner:
         self.model = parts.model
         self.drafter: DraftModel | None = None if parts.drafter is None else parts.drafter.model
         self.loras = parts.loras
+        self.pictures = picture_rows(parts.model)
         self.state = parts.state
         self.relay: FutureMap = parts.state.relay
         self._sampler = Sampler(parts.state.tables, parts.state.pools, parts.sample_ops)
@@ -95,6 +102,8 @@ class ModelRunner:
         if self.fused_step_for(plan) is None:
             plan.stage(arrays)
         stage_tables(plan.batch, arrays, self.state)
+        if self.pictures is not None:
+            self.pictures.stage(plan, arrays)
         return arrays
 
     def apply(self, batch: ScheduleBatch, tables: DeviceArrays) -> None:
@@ -116,6 +125,8 @@ class ModelRunner:
             return fused_step.step(plan, publish)
         self._parts.mode.draft(self, plan, arrays)
         step = self._parts.resolve(plan, arrays, self.state)
+        if self.pictures is not None:
+            step = self.pictures.applied(step)
 
         def on_publish(lens: Tensor) -> None:
             self.relay.publish(step.batch.rows, lens)
@@ -177,9 +188,10 @@ class ModelRunner:
         attention = self._parts.attention
         plan = attention.plan(batch) if batch.needs_attention_plan() else batch.plan
         attend = attention.bind(batch, plan)
-        return self.model.forward(
-            batch.input_ids, batch.rope_positions, attend, capture=batch.capture
-        )
+        if self.pictures is not None and batch.features is not None:
+            return self.pictures.forward(batch, attend)
+        ids = id_windows(batch, self.state.pools, id_window_of(self.model))
+        return self.model.forward(ids, batch.rope_positions, attend, capture=batch.capture)
 
     def draft(self, batch: ForwardBatch, hidden: Tensor | None = None) -> Tensor:
         assert self.drafter is not None
@@ -213,7 +225,8 @@ class ModelRunner:
         )
         if step.plan.prompts is None:
             return sampled
-        prompts = score_prompts(step.plan.prompts, arrays, hidden, self.model.logits)
+        pooler = self._parts.pooler
+        prompts = score_prompts(step.plan.prompts, arrays, hidden, self.model.logits, pooler)
         return dataclasses.replace(sampled, prompts=prompts)
 
     def hold(self, step: DeviceStep, hidden: Tensor, features: tuple[Tensor, ...] = ()) -> None:

@@ -20,8 +20,8 @@ class Landing:
 
     event: Event
     # Runs after the event. It reads pinned slots, gives them back, and returns the callback for the
-    # event loop, if there is one.
-    read: Callable[[], Callable[[], None] | None]
+    # event loop.
+    read: Callable[[], Callable[[], None]]
 
 
 class Waiter:
@@ -48,8 +48,6 @@ class Waiter:
         """Waits for a landing on the calling thread. No other landing may be pending."""
         landing.event.synchronize()
         complete = landing.read()
-        if complete is None:
-            return
         with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody awaits the ticket
             self._loop.call_soon_threadsafe(complete)
 

@@ -21,10 +21,16 @@ from aserve.errors import AserveError, Cancelled, ClientError, InvalidRequest, Q
 from aserve.grammar.cache import GrammarCache
 from aserve.grammar.compile import Vocabulary
 from aserve.grammar.fair_queue import FairQueue
+from aserve.grammar.process import CompileProcess
 from aserve.grammar.source_limits import MAX_PENDING, MAX_PER_CLIENT, check_size
 from aserve.grammar.workers import CompileJob, CompileLimits, Usable, Workers
 from aserve.messages.requests import Grammar
-from aserve.observability.reports import GrammarCompiled, GrammarKnown, GrammarReport
+from aserve.observability.reports import (
+    GrammarCompiled,
+    GrammarKnown,
+    GrammarReport,
+    StartupStage,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +58,7 @@ class GrammarLibrary:
         limits: CompileLimits,
         *,
         cache_bytes: int,
-        report: Callable[[GrammarReport], None],
+        report: Callable[[GrammarReport | StartupStage], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._report = report
@@ -65,15 +71,19 @@ class GrammarLibrary:
         self._workers = Workers(vocabulary, limits, clock=clock)
         self._threads = ThreadPoolExecutor(limits.num_workers + 1, thread_name_prefix="grammar")
 
-    def start_worker(self) -> None:
-        """Starts a worker that stays, so that the first grammar does not wait for its imports. It
-        blocks for seconds, in any thread.
+    def adopt(self, worker: CompileProcess) -> asyncio.Future[None]:
+        """Takes over a worker that was started before, so that the first grammar waits for no
+        imports. Reports when it is ready, which a thread waits for.
         """
-        if not self._num_workers:
-            return
+        adopting = asyncio.get_running_loop().run_in_executor(self._threads, self._adopt, worker)
+        adopting.add_done_callback(lambda _: self._report(StartupStage("started")))
+        return adopting
+
+    def _adopt(self, worker: CompileProcess) -> None:
         try:
-            self._workers.start_one()
+            self._workers.adopt(worker)
         except AserveError as error:
+            worker.close()
             logger.info("no grammar worker was started: %s", error)
 
     async def compiled(self, grammar: Grammar, *, client: str = "") -> Usable:

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,8 +27,23 @@ MODULE = "aserve.grammar.worker"
 ROOT = Path(__file__).parents[2]  # where `aserve` lies: it need not be installed
 
 
+@contextlib.contextmanager
+def early_worker(num_workers: int) -> Iterator[CompileProcess | None]:
+    """Starts a worker for a server that has any. It is ended if the server fails to start."""
+    if not num_workers:
+        yield None
+        return
+    with contextlib.ExitStack() as undo:
+        worker = CompileProcess()
+        undo.callback(worker.close)
+        yield worker
+        undo.pop_all()
+
+
 class CompileProcess:
-    def __init__(self, setup: Setup) -> None:
+    """Starts the process, which imports its libraries at once. `get_ready` waits for them."""
+
+    def __init__(self) -> None:
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", MODULE],
@@ -42,8 +58,7 @@ class CompileProcess:
         assert self._process.stdout is not None
         self._jobs = self._process.stdin
         self._replies = self._process.stdout
-        self._setup = setup
-        self._is_ready = False
+        self._setup: Setup | None = None  # once it is ready
         self._is_closed = False
 
     @property
@@ -53,21 +68,20 @@ class CompileProcess:
     @property
     def stays(self) -> bool:
         """Whether it never ends for having no job."""
-        return not self._setup.idle_s
+        return self._setup is not None and not self._setup.idle_s
 
-    def get_ready(self) -> None:
+    def get_ready(self, setup: Setup) -> None:
         """Waits for the worker's imports, which take seconds."""
-        if self._is_ready:
+        if self._setup is not None:
             return
-        if self._ask(self._setup, Ready) is None:
+        if self._ask(setup, Ready) is None:
             raise CapacityError(f"a grammar worker ended at its start: {self._ended()}")
-        self._is_ready = True
+        self._setup = setup
 
     def try_out(self, grammar: Grammar) -> Done:
         """Lets the worker compile a grammar. Raises the ClientError of one that is invalid or over
-        a limit.
+        a limit. The worker is ready.
         """
-        self.get_ready()
         reply = self._ask(Job(grammar), Reply)
         if reply is None:
             result = self._failure()

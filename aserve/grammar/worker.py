@@ -1,13 +1,16 @@
 """A compile worker, `python -m aserve.grammar.worker`, with jobs on stdin and replies on stdout.
 
-The server sends one Setup, which the worker answers with Ready; then each Job is answered by one
-Reply. A grammar may take any time and memory, so each one compiles in a fork of this process, which
-the kernel ends at its limits. The next grammar gets a fresh fork at once.
+It imports xgrammar at once, while the server loads its model. The server sends one Setup, which the
+worker answers with Ready; then each Job is answered by one Reply. A grammar may take any time and
+memory, so each one compiles in a fork of this process, which the kernel ends at its limits. The
+next grammar gets a fresh fork at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import os
 import resource
 import signal
@@ -59,6 +62,8 @@ def main() -> None:
     jobs, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # so that output of a library is not taken for a reply
     gc.disable()  # what is imported stays, and a fork ends with its grammar
+    with contextlib.suppress(ImportError):  # the compiler says what that means
+        importlib.import_module("xgrammar")
     setup = receive(jobs, Setup)
     if setup is None:
         return

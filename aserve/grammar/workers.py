@@ -75,20 +75,24 @@ class Workers:
         self._idle: dict[CompileProcess, float] = {}  # since when, the latest last
         self._is_closed = False
 
-    def start_one(self) -> None:
-        """Starts a worker that stays, and returns once it is ready."""
+    def adopt(self, worker: CompileProcess) -> None:
+        """Takes over a worker that was started before, which then stays, and returns once it is
+        ready."""
+        with self._lock:
+            self._check_open()
+            self._all.add(worker)
         setup, _ = self._vocabulary()
-        worker = self._take(msgspec.structs.replace(setup, idle_s=0))
         try:
-            worker.get_ready()
+            worker.get_ready(msgspec.structs.replace(setup, idle_s=0))
         finally:
             self._put_back(worker)
 
     def compile(self, job: CompileJob) -> Usable:
         """Blocks until the grammar is compiled. Raises the AserveError that it failed with."""
         setup, compiler = self._vocabulary()
-        job.worker = worker = self._take(setup)
+        job.worker = worker = self._take()
         try:
+            worker.get_ready(setup)
             if job.is_cancelled:
                 raise Cancelled("nobody waits for this grammar any more")
             done = worker.try_out(job.grammar)
@@ -122,19 +126,22 @@ class Workers:
                 self._known = setup, Compiler(vocabulary)
             return self._known
 
-    def _take(self, setup: Setup) -> CompileProcess:
+    def _take(self) -> CompileProcess:
         with self._lock:
-            if self._is_closed:
-                raise ShuttingDown("the server compiles no more grammars")
+            self._check_open()
             while self._idle:
                 idle, since_s = self._idle.popitem()
                 is_fresh = idle.stays or self._clock() - since_s < USABLE_S
                 if idle.is_alive and is_fresh:
                     return idle
                 self._end(idle)
-            worker = CompileProcess(setup)
+            worker = CompileProcess()
             self._all.add(worker)
             return worker
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ShuttingDown("the server compiles no more grammars")
 
     def _put_back(self, worker: CompileProcess) -> None:
         with self._lock:

@@ -10,6 +10,7 @@ import ctypes
 import gc
 import importlib.metadata
 import logging
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -56,6 +57,16 @@ def prepare_process(threads: int | None) -> None:
     if cache is not None:
         set_environment("NUMBA_CACHE_DIR", str(cache))
     _set_malloc(M_ARENA_MAX, 1)  # else a thread has an arena of its own, which ignores these limits
+
+
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """Returns the signals that drain the server.
+
+    A terminal sends SIGHUP when it closes. If it is ignored, as nohup sets it, it stays ignored.
+    """
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        return signal.SIGINT, signal.SIGTERM
+    return signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
 def collect_rarely() -> None:

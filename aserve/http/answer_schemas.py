@@ -39,6 +39,7 @@ from aserve.http.responses.records import (
     ResponseObject,
 )
 from aserve.http.running import RunningList, RunningRequest
+from aserve.http.scoring.classification import ClassifyAnswer, PoolingAnswer
 from aserve.http.scoring.similarity import RerankAnswer
 
 Record = type[msgspec.Struct]
@@ -50,6 +51,10 @@ ANSWERS: Mapping[str, Record] = {
     "POST /rerank": RerankAnswer,
     "POST /v1/rerank": RerankAnswer,
     "POST /v2/rerank": RerankAnswer,
+    "POST /classify": ClassifyAnswer,
+    "POST /v1/classify": ClassifyAnswer,
+    "POST /pooling": PoolingAnswer,
+    "POST /v1/pooling": PoolingAnswer,
     "POST /tokenize": TokensAnswer,
     "POST /v1/tokenize": TokensAnswer,
     "POST /detokenize": TextAnswer,
@@ -59,6 +64,7 @@ ANSWERS: Mapping[str, Record] = {
     "GET /health": HealthBody,
     "GET /readyz": HealthBody,
     "GET /ping": HealthBody,
+    "GET /health_generate": HealthBody,
     "POST /v1/responses": ResponseObject,
     "POST /v1/responses/input_tokens": InputTokens,
     "GET /v1/responses/{id}": ResponseObject,

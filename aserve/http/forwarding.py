@@ -70,10 +70,13 @@ GONE = (aiohttp.ClientConnectionError, OSError)
 
 
 def forwarded(route: Route, context: HttpContext) -> Route:
-    """Returns the route as one of several frontends handles it."""
+    """Returns the route as one of several frontends handles it. Its handler keeps its name and its
+    docstring, which describe it in /openapi.json.
+    """
     if not context.peers.are_several:
         return route
-    return dataclasses.replace(route, handler=functools.partial(_dispatch, route))
+    handler = functools.update_wrapper(functools.partial(_dispatch, route), route.handler)
+    return dataclasses.replace(route, handler=handler)
 
 
 async def _dispatch(route: Route, request: web.Request, context: HttpContext) -> web.StreamResponse:
@@ -152,16 +155,16 @@ def _session(peers: Peers, target: int) -> aiohttp.ClientSession:
 
 
 def _headers(request: web.Request, peers: Peers) -> Headers:
-    return [*_end_to_end(request.headers), (FORWARDED, peers.header_for(request))]
+    return [*end_to_end(request.headers), (FORWARDED, peers.header_for(request))]
 
 
-def _end_to_end(given: Mapping[str, str]) -> Headers:
+def end_to_end(given: Mapping[str, str]) -> Headers:
     return [(name, value) for name, value in given.items() if name.lower() not in HOP_BY_HOP]
 
 
 async def _passed_on(answer: aiohttp.ClientResponse, request: web.Request) -> web.StreamResponse:
     """Streams the answer of another frontend to the client, whose speed is then that of both."""
-    headers = _end_to_end(answer.headers)
+    headers = end_to_end(answer.headers)
     request[REQUEST_ID] = answer.headers.get("X-Request-Id", request[REQUEST_ID])
     response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
     await response.prepare(request)
@@ -193,12 +196,20 @@ async def _relay(request: web.Request, context: HttpContext, target: int) -> web
             heartbeat=context.heartbeat_s, max_msg_size=size, compress=False
         )
         await client.prepare(request)
-        async with upstream, asyncio.TaskGroup() as group:
-            up = group.create_task(_pump(client, upstream))
-            down = group.create_task(_pump(upstream, client))
-            up.add_done_callback(lambda _: down.cancel())
-            down.add_done_callback(lambda _: up.cancel())
+        async with upstream:
+            await pump_both(client, upstream)
         return client
+
+
+async def pump_both(
+    client: web.WebSocketResponse, upstream: aiohttp.ClientWebSocketResponse
+) -> None:
+    """Passes messages on in both directions until one side closes."""
+    async with asyncio.TaskGroup() as group:
+        up = group.create_task(_pump(client, upstream))
+        down = group.create_task(_pump(upstream, client))
+        up.add_done_callback(lambda _: down.cancel())
+        down.add_done_callback(lambda _: up.cancel())
 
 
 async def _pump(

@@ -72,6 +72,10 @@ def health_of(state: ServerState, watchdog_s: float) -> HealthBody:
         return HealthBody(state.phase, state.reason)
     if state.is_asleep:
         return HealthBody("sleeping", "the administrator has put the engine to sleep")
+    if state.watch.is_asleep:
+        return HealthBody("ready", "the engine sleeps, and a request wakes it")
+    if state.watch.waits_for_grammars:
+        return HealthBody("starting", "the first structured request would wait for its worker")
     if state.watch.down_reason:
         return HealthBody("restarting", f"the engine is restarting: {state.watch.down_reason}")
     return stuck_of(state, watchdog_s) or HealthBody("ready")
@@ -97,7 +101,7 @@ def stuck_of(state: ServerState, watchdog_s: float) -> HealthBody | None:
 
 
 def startup_of(state: ServerState) -> HealthBody:
-    if state.phase != "starting":
+    if state.phase != "starting" and not state.watch.waits_for_grammars:
         return HealthBody("started")
     stage = state.watch.stage
     body = StartupBody("starting", stage=stage.stage)

@@ -22,6 +22,7 @@ from aserve.http.responses import compact, websocket
 from aserve.http.responses import conversation_handlers as conversations
 from aserve.http.responses import handlers as responses
 from aserve.http.route import post
+from aserve.http.scoring import classification
 from aserve.http.scoring import similarity as scoring
 from aserve.http.state import HttpContext, origin_of
 from aserve.http.streams import handlers as streams
@@ -46,6 +47,7 @@ ROUTES = (
     post("/v1/chat/completions", ChatBody, streams.resumable("chatcmpl-", chat_completions)),
     *streams.ROUTES,
     *scoring.ROUTES,
+    *classification.ROUTES,
     *tokens.ROUTES,
     *responses.ROUTES,
     *compact.ROUTES,

@@ -27,7 +27,7 @@ from aserve.http.peers import ALONE, Peers
 from aserve.http.time_limits import NO_LIMITS, TimeLimits, limits_in_headers
 from aserve.http.tokenize_service import TokenizeService
 from aserve.messages.base import ServerPhase
-from aserve.messages.executor import EngineSpec
+from aserve.messages.executor import EngineSpec, Task
 from aserve.messages.requests import LoadWeights
 from aserve.observability.engine_watch import EngineWatch
 from aserve.observability.latency import Latency
@@ -36,6 +36,7 @@ from aserve.parsers.registry import NO_PARSERS, ParserNames
 from aserve.receipts.facts import FactFinder
 from aserve.request_stream import Gateway
 from aserve.text.defaults import NEUTRAL, GenerationDefaults
+from aserve.text.pooling import PLAIN, PoolingTexts
 
 RETRY_AFTER_S = 5.0
 EPOCH_BYTES = 8
@@ -85,6 +86,7 @@ def origin_for(
         ),
         completed=completed,
         caller=caller,
+        always_reports_usage=context.options.enable_force_include_usage,
     )
 
 
@@ -106,6 +108,7 @@ class ServerState:
     max_sequences: int = MAX_SEQUENCES  # of one request: prompts times n
     defaults: GenerationDefaults = NEUTRAL
     parsers: ParserNames = NO_PARSERS
+    pooling: PoolingTexts = PLAIN
     engine_age_s: Callable[[], float] = lambda: 0.0  # the time since the engine's last message
     settings: LiveSettings = field(default_factory=LiveSettings)
     watch: EngineWatch = field(default_factory=EngineWatch)
@@ -114,6 +117,11 @@ class ServerState:
     def spec(self) -> EngineSpec | None:
         """Returns the sizes of the engine, once it has started."""
         return self.settings.spec
+
+    @property
+    def task(self) -> Task:
+        """Returns what the model is for: a model that generates also embeds."""
+        return "generate" if self.spec is None else self.spec.task
 
     def next_job(self) -> int:
         """Returns a number that no other job has."""

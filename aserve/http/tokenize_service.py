@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from aserve.errors import EngineDead, QueueFull
+from aserve.messages.requests import Prompt
+from aserve.pictures.fetch import MediaFetcher
 from aserve.text.prompt import PromptEncoder
 
 T = TypeVar("T")
@@ -26,15 +28,27 @@ class TokenizeService:
 
     def __init__(self) -> None:
         self._encoder: PromptEncoder | None = None
+        self._media = MediaFetcher()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._num_waiting = 0
 
-    def open(self, encoder: PromptEncoder) -> None:
+    def open(self, encoder: PromptEncoder, media: MediaFetcher | None = None) -> None:
+        """`media` belongs to the tokenizer actor, which closes it."""
         self._encoder = encoder
+        self._media = media or MediaFetcher()
 
     def close(self) -> None:
         self._encoder = None
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def count(self, prompt: Prompt) -> int:
+        """Returns the number of tokens of a prompt, those of its pictures included."""
+        return await self.run_on(prompt, lambda encoder, whole: len(encoder.encode(whole)))
+
+    async def run_on(self, prompt: Prompt, work: Callable[[PromptEncoder, Prompt], T]) -> T:
+        """Like `run`, with a prompt whose pictures are fetched first."""
+        async with self._media.fetched(prompt) as whole:
+            return await self.run(lambda encoder: work(encoder, whole))
 
     async def run(self, work: Callable[[PromptEncoder], T]) -> T:
         """Runs `work` in the thread, in order of arrival. It is skipped if the caller is

@@ -31,7 +31,16 @@ NO_CODE = "This server runs no code of clients; 'logit_bias' changes single logi
 NO_BEAMS = "This server has no beam search; 'best_of' returns the likeliest of several samples."
 NO_TENSORS = "Send a text or token ids."
 NO_STATES = "The output layer's log-probabilities and /v1/embeddings are all that is returned."
+NO_WHITESPACE = "JSON has at most a line end and a blank between two of its tokens."
 FOREIGN: Mapping[str, Foreign] = {
+    "guided_whitespace_pattern": Foreign(NO_WHITESPACE, ("",)),
+    "whitespace_pattern": Foreign(NO_WHITESPACE, ("",)),
+    "disable_any_whitespace": Foreign(NO_WHITESPACE),
+    "disable_additional_properties": Foreign("Set 'additionalProperties' in the schema."),
+    "guided_decoding_backend": Foreign("Grammars are compiled by xgrammar.", ("auto", "xgrammar")),
+    "modalities": Foreign("This server answers with text only.", (["text"], [])),
+    "audio": Foreign("This server answers with text only.", ({},)),
+    "web_search_options": Foreign("This server searches nothing: offer a tool of your own.", ()),
     "stop_regex": Foreign("Use 'stop' for texts, or 'structured_outputs' for a regex.", ("", [])),
     "custom_logit_processor": Foreign(NO_CODE, ("",)),
     "logits_processors": Foreign(NO_CODE, ([],)),
@@ -45,6 +54,9 @@ FOREIGN: Mapping[str, Foreign] = {
     "dry_multiplier": Foreign(NO_SAMPLER, (0,)),
     "dynatemp_range": Foreign(NO_SAMPLER, (0,)),
     "mirostat": Foreign(NO_SAMPLER, (0,)),
+    "tfs_z": Foreign(NO_SAMPLER, (1,)),
+    "top_a": Foreign(NO_SAMPLER, (0,)),
+    "no_repeat_ngram_size": Foreign("Use 'repetition_penalty'.", (0,)),
     "samplers": Foreign(NO_SAMPLER, ([],)),
     "watermark": Foreign("This server has no watermarks."),
     "repetition_detection": Foreign("Use 'repetition_penalty'.", ({},)),
@@ -63,7 +75,6 @@ FOREIGN: Mapping[str, Foreign] = {
     "serialized_named_tensors": Foreign("Pickles are never read: name a safetensors 'path'.", ()),
     "lora_path": Foreign("Name the adapter in 'model'.", ("", [])),
     "extra_key": Foreign("Use 'cache_salt'.", ("",)),
-    "no_stop_trim": Foreign("Use 'include_stop_str_in_output'."),
     "min_new_tokens": Foreign("Use 'min_tokens'.", (0,)),
     "max_new_tokens": Foreign("Use 'max_tokens'.", ()),
 }

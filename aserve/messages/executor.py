@@ -5,7 +5,7 @@ of the executor.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Generator
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import msgspec
 
@@ -14,15 +14,15 @@ from aserve.messages.output import Amended, Refused, Retired, StepOutput
 from aserve.messages.requests import AdmitRequest, Amend, Cancel, ChangeSettings, FailRequest
 from aserve.messages.results import (
     BuildMask,
-    KvFailed,
-    KvReady,
     MaskReady,
     SampleResult,
     SeqLens,
     StepFailed,
     StepResult,
+    StepTimes,
 )
-from aserve.messages.step import DraftTree, Launch, ReceiveKv, Resync, Sample, ScheduleBatch
+from aserve.messages.step import DraftTree, Launch, Resync, Sample, ScheduleBatch
+from aserve.messages.transfers import KvAnswer, KvEffect
 
 SchedulerEvent: TypeAlias = (
     AdmitRequest
@@ -32,16 +32,19 @@ SchedulerEvent: TypeAlias = (
     | SampleResult
     | StepFailed
     | MaskReady
-    | KvReady
-    | KvFailed
+    | KvAnswer
     | FailRequest
     | ChangeSettings
+    | StepTimes
 )
 
 
 SchedulerEffect: TypeAlias = (
-    Launch | Sample | Resync | StepOutput | Retired | Refused | Amended | BuildMask | ReceiveKv
+    Launch | Sample | Resync | StepOutput | Retired | Refused | Amended | BuildMask | KvEffect
 )
+
+
+Task: TypeAlias = Literal["generate", "embed", "classify"]
 
 
 class GroupSpec(Record, frozen=True):
@@ -61,7 +64,9 @@ class DecodeCaps(Record, frozen=True):
     A decode computes `root_len` known tokens without KV, and then tokens that only the device
     knows. With `root_len` 1 these are the last sampled token and its drafts. With 0 they are a
     block of new tokens, as in a diffusion model; the block starts anew if the row reads nothing
-    from the future map. Such a mode takes no host-side masks.
+    from the future map. Such a mode takes no host-side masks. If blocks have a `block_len`, they
+    are cut from position 0 on, and a step decodes the rest of a block. The KV of a position then
+    depends on all tokens of its block.
     """
 
     min_tokens_per_step: int = 1  # 0: a step may give a row nothing, as a denoising pass does
@@ -73,6 +78,10 @@ class DecodeCaps(Record, frozen=True):
     # later tokens on which the KV of a position depends, as in a drafter with shifted inputs
     key_lookahead: int = 0
     max_predicted: int = 0  # drafts of a row whose client predicts its output
+    # tokens depend on the windows, so these have all their drafts or none, whatever the load is
+    whole_windows: bool = False
+    continues_repeats: bool = False  # drafts are what followed the row's last tokens before
+    block_len: int = 1
 
     def most_tokens(self, *, is_predicted: bool) -> int:
         """Returns the most tokens that a decode of a row computes."""
@@ -95,6 +104,9 @@ class EngineSpec(Record, frozen=True):
     names_shared_pages: bool = False  # ScheduleBatch.shared_pages is set, because attention uses it
     max_mixed_prefill_tokens: int | None = None  # of a step that also decodes; None: as many as fit
     dtype: str = ""  # of the model's activations
+    task: Task = "generate"  # of the model; any other one answers a prompt with one vector
+    whole_prompts: bool = False  # a prompt is computed in one step, and its KV is never shared
+    hot_bytes_per_row: int = 0  # device memory of a request's hot rows (HiSparse)
 
     def changed(self, change: ChangeSettings, *, least_tokens: int = 1) -> EngineSpec:
         return msgspec.structs.replace(

@@ -6,6 +6,7 @@ from typing import Literal, TypeAlias
 
 from aserve.errors import ErrorInfo
 from aserve.messages.base import CancelReason, Message, Record
+from aserve.picture import Picture, PictureSource
 
 
 def stamp_of(iteration: int) -> int:
@@ -109,6 +110,7 @@ class ChatPrompt(Record, frozen=True, tag="chat"):
     add_special_tokens: bool = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    pictures: tuple[PictureSource, ...] = ()  # of the parts of type image, in order
 
 
 Prompt: TypeAlias = TextPrompt | TokenPrompt | ChatPrompt
@@ -206,10 +208,12 @@ class AdmitRequest(Message, frozen=True):
     lora_slot: int = 0  # as in the GenerateRequest
     prediction_ids: bytes = b""  # int32, the tokens of the prediction
     awaits_kv: bool = False  # a transfer brings the KV of its tokens: see ReceiveKv
+    sends_kv: bool = False  # another engine wants the KV of its prompt: see SendKv
     # Each token of the prompt sees only those before it. Without this, the prompt is computed in
     # one step, and its KV is of use to no other sequence.
     is_causal: bool = True
     reasoning: ReasoningIds | None = None
+    pictures: tuple[Picture, ...] = ()
 
 
 class LoadLora(Message, frozen=True):

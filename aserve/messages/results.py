@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from aserve.errors import ErrorInfo
 from aserve.messages.base import Message, Record
 
@@ -43,7 +45,7 @@ class RowDrafts(Record, frozen=True):
 
     row: int
     tokens: bytes  # int32 [drafts]
-    parents: bytes = b""  # int32 [drafts], as in DraftTree; of a tree that the device has chosen
+    parents: bytes = b""  # int32 [drafts], as in DraftTree; empty: a chain
 
 
 class StepResult(Message, frozen=True):
@@ -59,6 +61,7 @@ class StepResult(Message, frozen=True):
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     embeddings: tuple[RowEmbedding, ...] = ()
     drafts: tuple[RowDrafts, ...] = ()  # of held rows
+    took_us: float = 0.0  # of the device, which computed nothing else; 0: not known
 
 
 class SampleResult(Message, frozen=True):
@@ -75,25 +78,6 @@ class StepFailed(Message, frozen=True):
     """The step or its Sample failed, or was launched after a failed one and before the Resync."""
 
     iteration: int
-    error: ErrorInfo
-
-
-class KvReady(Message, frozen=True):
-    """Answers ReceiveKv: the KV is in the sequence's pages. `token_ids` is the token that was
-    sampled behind it. It may be empty, and then the last token is computed here.
-    """
-
-    request_id: str
-    child: int
-    token_ids: bytes  # int32
-    logprobs: tuple[RowLogprobs, ...] = ()  # of that token, of whatever row
-
-
-class KvFailed(Message, frozen=True):
-    """Answers ReceiveKv: the KV did not come, and nothing writes to the pages any more."""
-
-    request_id: str
-    child: int
     error: ErrorInfo
 
 
@@ -129,3 +113,14 @@ class MaskReady(Message, frozen=True):
     mask: bytes  # int32 [1 + drafts, ceil(vocab / 32)]
     error: ErrorInfo | None = None
     is_slow: bool = False
+
+
+class StepTimes(Message, frozen=True):
+    """Times of decode steps, measured when the engine starts, for these numbers of rows."""
+
+    num_rows: tuple[int, ...]  # ascending
+    plain_us: tuple[float, ...]  # of steps that skip the drafter
+    # by the number of drafts of every row; with 0 the drafter only catches up with the step
+    window_us: dict[int, tuple[float, ...]]
+    # by that number, too, if only one row drafts; a number that is missing was not measured
+    first_us: dict[int, tuple[float, ...]] = msgspec.field(default_factory=dict)

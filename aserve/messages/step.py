@@ -7,6 +7,7 @@ Rows are 1..max_rows. Row 0 is padding, and so are page 0 and its slots.
 from __future__ import annotations
 
 from aserve.messages.base import Message, Record
+from aserve.picture import Picture
 
 
 class RowInit(Record, frozen=True):
@@ -36,6 +37,8 @@ class RowInit(Record, frozen=True):
     lora_slot: int = 0  # the row's adapter on the device; 0: none
     embeds: bool = False  # the step returns the hidden state of the last prompt token
     prediction_ids: bytes = b""  # int32, tokens that its output may repeat in parts
+    pictures: tuple[Picture, ...] = ()
+    namespace: str = ""  # of the prefix cache; its rows may see each other's outputs
 
 
 class PageWrites(Record, frozen=True):
@@ -47,30 +50,20 @@ class PageWrites(Record, frozen=True):
 
 
 class DraftTree(Record, frozen=True):
-    """The tree of a row's drafts, whose root is the row's last known token. Draft i, counted from
-    1, follows draft parents[i - 1], or the root if that is 0. A parent comes before its children,
-    so the first drafts of a tree are a tree, too. The parents in a dynamic tree are known on the
-    device only, and no path through it has more than `max_depth` drafts.
+    """The trees of rows' drafts, whose roots are the rows' last known tokens. Their shapes are
+    known on the device only, as parents: draft i, counted from 1, follows draft parents[i - 1], or
+    the root if that is 0. A parent comes before its children, so the first drafts of a tree are a
+    tree, too.
     """
 
-    parents: tuple[int, ...] = ()
-    max_depth: int = 0  # of a dynamic tree
+    max_depth: int  # no path has more drafts
     max_nodes: int | None = None  # more drafts than these are a chain, in a row with a prediction
-
-    @property
-    def is_dynamic(self) -> bool:
-        return not self.parents
 
     def depth(self, num_drafts: int) -> int:
         """Returns the most drafts that a path through the first `num_drafts` can have."""
         if self.max_nodes is not None and num_drafts > self.max_nodes:
             return num_drafts
-        if self.is_dynamic:
-            return min(self.max_depth, num_drafts)
-        depths = [0]
-        for parent in self.parents[:num_drafts]:
-            depths.append(depths[parent] + 1)
-        return max(depths)
+        return min(self.max_depth, num_drafts)
 
 
 class VerifyPlan(Record, frozen=True):
@@ -127,6 +120,7 @@ class ScheduleBatch(Message, frozen=True):
     verify: VerifyPlan | None = None
     stats: StepStats = StepStats()
     shared_pages: int = 0
+    skips_drafter: bool = False  # no row drafts soon: the step runs the target model alone
 
 
 class Launch(Message, frozen=True):
@@ -145,18 +139,6 @@ class Sample(Message, frozen=True):
     iteration: int
     rows: bytes  # int32 [rows]
     masks: bytes  # int32 [tokens of the rows' windows, ceil(vocab / 32)]
-
-
-class ReceiveKv(Message, frozen=True):
-    """Asks for a transfer of the KV of a sequence's first `num_tokens` tokens into its pages.
-    No other sequence uses these pages before KvReady or KvFailed, even if this one ends earlier.
-    """
-
-    request_id: str
-    child: int
-    num_tokens: int
-    # int32 [pages] for each layer group, 0 for a page that no later token sees
-    pages: tuple[bytes, ...]
 
 
 class Resync(Message, frozen=True):

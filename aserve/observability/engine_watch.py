@@ -23,6 +23,9 @@ class EngineWatch:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.stage = StartupStage("config")
         self.down_reason = ""  # why the engine has died, while it is started again
+        self.is_asleep = False  # its process has ended on purpose
+        self.waits_for_grammars = False  # in the first start, not in later ones
+        self._has_started = False
         self._clock = clock
         self._created_at_s = clock()
         self._num_in_flight = 0  # steps without a result
@@ -32,13 +35,16 @@ class EngineWatch:
         match report:
             case StartupStage():
                 self.stage = report
+                self._has_started |= report.stage == "started"
+                self.waits_for_grammars = report.stage == "grammars" and not self._has_started
             case TickReport():
                 self._count(report)
             case EngineDown():
-                self.down_reason = report.reason
+                self.is_asleep = report.is_asleep
+                self.down_reason = "" if report.is_asleep else report.reason
                 self._num_in_flight = 0
             case EngineUp():
-                self.down_reason = ""
+                self.down_reason, self.is_asleep = "", False
             case _:
                 pass
 

@@ -25,11 +25,13 @@ from aserve.observability.reports import (
     GrammarCompiled,
     GrammarKnown,
     GrammarReport,
+    KvTransferred,
     LaunchedSteps,
     RequestState,
     StartupStage,
     TickReport,
 )
+from aserve.observability.request_log import RequestLog
 
 Outcome: TypeAlias = Literal["finished", "refused", "failed", "cancelled"]
 
@@ -39,8 +41,11 @@ COMPILE_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 
 
 class Metrics:
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, log: RequestLog | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.registry = CollectorRegistry()
+        self._log = log
         self._clock = clock
         self.recent = Recent(clock=clock)
         self.latency = Latency(clock=clock)
@@ -48,10 +53,13 @@ class Metrics:
         self._requests = _RequestMetrics(self.registry)
         self._steps = _StepMetrics(self.registry)
         self._grammars = GrammarMetrics(self.registry)
+        self._transfers = TransferMetrics(self.registry)
         self._host_s = self._device_s = 0.0  # of the ticks since the last that launched steps
 
     def received(self, request: GenerateRequest) -> GenerateRequest:
         """Returns the request, which is to be timed if somebody watches the live view."""
+        if self._log is not None:
+            self._log.received(request)
         self.latency.submitted(request)
         self._requests.received.inc()
         self._requests.in_flight.inc()
@@ -59,6 +67,8 @@ class Metrics:
 
     def delivered(self, chunk: OutputChunk) -> OutputChunk:
         """Returns the chunk, with its timings if it is the last one of a request that is timed."""
+        if self._log is not None:
+            self._log.delivered(chunk)
         self._count(chunk)
         return self.latency.annotated(chunk)
 
@@ -77,6 +87,8 @@ class Metrics:
 
     def all_ended(self, reason: str) -> None:
         """Counts all open requests as failed, because the engine has died or shut down."""
+        if self._log is not None:
+            self._log.all_ended(reason)
         self.latency.end_all()
         for request_id in list(self._open):
             self._end(request_id, "failed", reason)
@@ -89,6 +101,8 @@ class Metrics:
                 self._note_step(report)
             case GrammarKnown() | GrammarCompiled():
                 self._grammars.on_report(report)
+            case KvTransferred():
+                self._transfers.on_report(report)
             case Beat():
                 for actor, backlog in report.backlogs:
                     self._steps.backlog.labels(actor).set(backlog)
@@ -224,6 +238,11 @@ class _StepMetrics:
         )
         self._num_retracted = 0  # as of the last launch
         self._drafts = DraftMetrics(registry)
+        self.decodes = Counter(
+            "aserve_decodes",
+            "Decodes, each of one sequence in one step; some give several tokens or none",
+            registry=registry,
+        )
         self.prefill_tokens = Counter(
             "aserve_prefill_tokens",
             "Prompt tokens computed, also those computed again",
@@ -272,6 +291,7 @@ class _StepMetrics:
         self.launched.inc(steps.num_steps)
         self.iteration.set(steps.iteration)
         self.prefill_tokens.inc(steps.num_prefill_tokens)
+        self.decodes.inc(steps.num_decodes)
         self.retractions.inc(steps.num_retracted - self._num_retracted)
         self._num_retracted = steps.num_retracted
         self.total_pages.set(steps.total_pages)
@@ -306,3 +326,24 @@ class GrammarMetrics:
                 self._compile_s.observe(report.seconds)
             case _:
                 assert_never(report)
+
+
+class TransferMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._seconds = Histogram(
+            "aserve_kv_transfer_seconds",
+            "Transfers of KV between engines, from the request to the last byte",
+            ["direction", "outcome"],
+            buckets=SHORT_S,
+            registry=registry,
+        )
+        self._bytes = Counter(
+            "aserve_kv_transfer_bytes",
+            "KV that was sent to other engines or received from them",
+            ["direction"],
+            registry=registry,
+        )
+
+    def on_report(self, report: KvTransferred) -> None:
+        self._seconds.labels(report.direction, report.outcome).observe(report.seconds)
+        self._bytes.labels(report.direction).inc(report.num_bytes)

@@ -45,8 +45,8 @@ class SchedulerObserver(Protocol):
 
 
 class LaunchedSteps(Record, frozen=True):
-    """The steps launched in one tick. `num_prefill_tokens` is their sum, the numbers of rows are
-    the largest of one step, and the rest is of the last.
+    """The steps launched in one tick. `num_prefill_tokens` and `num_decodes` are their sums, the
+    numbers of rows are the largest of one step, and the rest is of the last.
     """
 
     num_steps: int
@@ -56,6 +56,7 @@ class LaunchedSteps(Record, frozen=True):
     total_pages: int
     num_prefill_rows: int = 0
     num_decode_rows: int = 0
+    num_decodes: int = 0  # of all rows
 
 
 class TickReport(Message, frozen=True):
@@ -101,6 +102,17 @@ class GrammarCompiled(Message, frozen=True):
     seconds: float
 
 
+class KvTransferred(Message, frozen=True):
+    """A transfer of KV has ended. `direction` is sent or received, `outcome` ok, failed or
+    cancelled.
+    """
+
+    direction: str
+    outcome: str
+    num_bytes: int
+    seconds: float
+
+
 class Beat(Message, frozen=True):
     """A heartbeat of the engine. `backlogs` are the numbers of messages in its actors' inboxes."""
 
@@ -110,7 +122,8 @@ class Beat(Message, frozen=True):
 class StartupStage(Message, frozen=True):
     """The progress of the start. `done` of `total` are bytes of weights or numbers of graphs, and
     0 of 0 in a stage without a measure. The stages in their order: config, kernels, weights, graphs
-    (with --cuda-graph-capture eager), warm-up.
+    (with --cuda-graph-capture eager), warm-up, grammars (the engine serves, and waits for the
+    imports of its grammar worker), started.
     """
 
     stage: str
@@ -119,8 +132,8 @@ class StartupStage(Message, frozen=True):
 
 
 class EngineDown(Message, frozen=True):
-    """The engine process has died and is started again, or it has ended because the engine sleeps
-    until an administrator wakes it.
+    """The engine process has died and is started again, or it has ended because the engine
+    sleeps.
     """
 
     reason: str
@@ -133,7 +146,14 @@ class EngineUp(Message, frozen=True):
 
 GrammarReport: TypeAlias = GrammarKnown | GrammarCompiled
 EngineReport: TypeAlias = (
-    TickReport | GrammarReport | Beat | StartupStage | EngineDown | EngineUp | RequestState
+    TickReport
+    | GrammarReport
+    | KvTransferred
+    | Beat
+    | StartupStage
+    | EngineDown
+    | EngineUp
+    | RequestState
 )
 
 
@@ -205,4 +225,5 @@ def _launched(tick: SchedulerTick) -> LaunchedSteps | None:
         total_pages=last.stats.total_pages,
         num_prefill_rows=max([step.num_prefill_rows for step in stats]),
         num_decode_rows=max([step.num_decode_rows for step in stats]),
+        num_decodes=sum([step.num_decode_rows for step in stats]),
     )

@@ -22,6 +22,7 @@ from aserve.actors.supervisor import Supervisor
 from aserve.engine_core import EngineCorePorts, LocalEngineCore, LocalExecutor
 from aserve.errors import AserveError, ConfigError, ErrorInfo
 from aserve.grammar.compile import Vocabulary
+from aserve.grammar.process import early_worker
 from aserve.host.environment import (
     collect_rarely,
     prepare_process,
@@ -47,6 +48,7 @@ from aserve.messages.requests import (
 from aserve.observability.engine_watch import StageReporter
 from aserve.observability.reports import Beat
 from aserve.observability.trace import Trace
+from aserve.processes.engine_process import socket_of_stdin
 from aserve.processes.link import (
     Died,
     JobDone,
@@ -74,9 +76,7 @@ def load_from(start: Start, on_stage: OnStage) -> LocalExecutor:
 def main(loader: Loader = load_from) -> int:
     """Returns the exit code: 0 when the frontend has gone, 1 for a failure."""
     collect_rarely()
-    sock = socket.socket(fileno=os.dup(0))
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
+    sock = socket_of_stdin()
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(_run(sock, loader))
 
@@ -129,13 +129,17 @@ class EngineSide:
         prepare_process(start.resolved.machine.threads)
         loop = asyncio.get_running_loop()
         on_stage = StageReporter(self._link.write, call=loop.call_soon_threadsafe)
-        executor = await in_thread(lambda: self._loader(start, on_stage), name="load")
-        core = self._connect(start, executor)
-        await core.start(self._supervisor.report_death)
-        self._supervisor.start()
-        set_up_collector()
-        self._link.write(Ready(executor.spec, executor.about))
-        core.start_grammar_worker()
+        with early_worker(start.resolved.grammar.grammar_workers) as worker:
+            executor = await in_thread(lambda: self._loader(start, on_stage), name="load")
+            if worker is not None:
+                on_stage("grammars")
+            core = self._connect(start, executor)
+            await core.start(self._supervisor.report_death)
+            self._supervisor.start()
+            set_up_collector()
+            self._link.write(Ready(executor.spec, executor.about))
+            if worker is not None:
+                core.grammars.adopt(worker)
         self._beat()
         await self._ended
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import math
+import os
 import signal
 import socket
 import subprocess
@@ -109,6 +110,14 @@ def spawned(command: Sequence[str], stdin: socket.socket) -> subprocess.Popen[by
         return subprocess.Popen(command, stdin=stdin.fileno(), cwd=ROOT)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def socket_of_stdin() -> socket.socket:
+    """Returns the socket that `spawned` gave to this process. Stdin is /dev/null afterwards."""
+    sock = socket.socket(fileno=os.dup(0))
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    return sock
 
 
 async def exit_code(process: subprocess.Popen[bytes], *, timeout_s: float) -> int | None:

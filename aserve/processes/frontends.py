@@ -112,11 +112,13 @@ class Frontends:
         self._settings: ChangeSettings | None = None  # the last change
         self._port = 0
 
-    def connect(self, ports: EngineCorePorts, process: EngineProcess) -> RemoteEngineCore:
+    def connect(
+        self, ports: EngineCorePorts, process: EngineProcess, *, nap_after_s: float | None = None
+    ) -> RemoteEngineCore:
         """Returns an engine that all frontends use. `ports` are those of the first one."""
         self._own = ports
         routed = dataclasses.replace(ports, text=RoutedOutputs(self._deliver), report=self._report)
-        core = self._core = RemoteEngineCore(routed, process)
+        core = self._core = RemoteEngineCore(routed, process, nap_after_s=nap_after_s)
         core.inbox = _Inputs(core, self._change)
         return core
 

@@ -43,11 +43,13 @@ from aserve.observability.reports import (
     EngineUp,
     GrammarCompiled,
     GrammarKnown,
+    KvTransferred,
     RequestState,
     StartupStage,
     TickReport,
 )
 from aserve.processes.engine_process import EngineProcess
+from aserve.processes.engine_sleep import EngineSleep
 from aserve.processes.journal import FromEngine, Journal
 from aserve.processes.link import (
     Died,
@@ -76,7 +78,10 @@ class RemoteEngineCore:
     inbox: Sink[EngineEvent]
     actors: tuple[Supervised, ...]
 
-    def __init__(self, ports: EngineCorePorts, process: EngineProcess) -> None:
+    def __init__(
+        self, ports: EngineCorePorts, process: EngineProcess, *, nap_after_s: float | None = None
+    ) -> None:
+        """With `nap_after_s`, the engine sleeps whenever it was idle for so long."""
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._ports = ports
         self._link = Link[ToFrontend, ToEngine](
@@ -97,9 +102,9 @@ class RemoteEngineCore:
         self._lost_slots: dict[int, ErrorInfo] = {}  # whose adapter could not be loaded again
         self._weights: list[LoadWeights] = []  # the last update, if there was one
         self._jobs: dict[EngineJob, asyncio.Future[ErrorInfo | None]] = {}
-        self._is_up = False  # an engine is ready, and gets messages
-        self._is_asleep = False  # written by `_sleep` and `_wake`
-        self._sleep_turn = asyncio.Lock()
+        self._sleep = EngineSleep(self)
+        self._nap_after_s = nap_after_s
+        self.is_up = False  # an engine is ready, and gets messages
         self._is_closing = False
         self._is_buried = asyncio.Event()  # the last engine's process has ended
         self._heard_at_s = time.monotonic()
@@ -117,13 +122,16 @@ class RemoteEngineCore:
         if not self._link.is_open:
             raise EngineDead("the engine's process ended as soon as it was ready; its log says why")
         self._on_death = on_death
+        if self._nap_after_s is not None:
+            self._link.spawn(self._sleep.nap_when_idle(self._nap_after_s))
 
     def send(self, message: EngineEvent) -> None:
         """Notes the message in the journal, and sends it to the engine if there is one."""
         match message:
             case AdmitRequest():
-                self._journal.admit(message, is_sent=self._is_up)
-                if not self._is_up:
+                self._journal.admit(message, is_sent=self.is_up)
+                self._sleep.note_work()
+                if not self.is_up:
                     self._set_deadline(message)
             case Cancel():
                 for retired in self._journal.cancel(message):
@@ -137,7 +145,7 @@ class RemoteEngineCore:
                 pass
             case _:
                 assert_never(message)
-        if self._is_up:
+        if self.is_up:
             self._submit(message)
 
     def requests(self) -> list[AdmitRequest]:
@@ -147,19 +155,17 @@ class RemoteEngineCore:
     async def run_job(self, job: EngineJob) -> ErrorInfo | None:
         match job:
             case Sleep():
-                return await self._sleep()
+                return await self._sleep.begin()
             case Wake():
-                return await self._wake()
-            case _ if not self._is_up:
-                return self._absent()
+                return await self._sleep.end()
             case _:
-                return await self._run(job)
+                return await self._sleep.ready_for_job() or await self._run(job)
 
     async def close(self) -> None:
         """Ends a loaded engine in order, and kills one that has not loaded yet."""
         if self._is_closing:
             return
-        self._is_closing, was_up = True, self._is_up
+        self._is_closing, was_up = True, self.is_up
         await self._link.stop()
         await self._link.close(timeout_s=FLUSH_S)
         await self._process.close(was_up=was_up)
@@ -170,7 +176,7 @@ class RemoteEngineCore:
 
     @property
     def _is_restarting(self) -> bool:
-        return self._on_death is not None and not self._is_up
+        return self._on_death is not None and not self.is_up
 
     def _on_message(self, message: ToFrontend) -> None:
         match message:
@@ -179,7 +185,12 @@ class RemoteEngineCore:
             case OpenText():
                 self._ports.text.send(message)
             case (
-                TickReport() | GrammarKnown() | GrammarCompiled() | StartupStage() | RequestState()
+                TickReport()
+                | GrammarKnown()
+                | GrammarCompiled()
+                | KvTransferred()
+                | StartupStage()
+                | RequestState()
             ):
                 self._ports.report(message)
             case EngineDown() | EngineUp():
@@ -193,7 +204,7 @@ class RemoteEngineCore:
                 self._process.note_up()
                 self.spec = message.spec
                 self._heard_at_s = time.monotonic()
-                self._is_up = self._on_death is None  # a restarted one loads its adapters first
+                self.is_up = self._on_death is None  # a restarted one loads its adapters first
                 self._settle(message)
             case LoadFailed():
                 kind = ConfigError if message.is_config else EngineDead
@@ -204,6 +215,7 @@ class RemoteEngineCore:
                 assert_never(message)
 
     def _pass_on(self, message: FromEngine) -> None:
+        self._sleep.note_work()
         news = self._journal.receive(message)
         if news is not None:
             self._ports.text.send(news)
@@ -240,42 +252,29 @@ class RemoteEngineCore:
 
     # ------------------------------------------------------------ sleep
 
-    async def _sleep(self) -> ErrorInfo | None:
+    @property
+    def is_idle(self) -> bool:
+        return not (len(self._journal) or self._jobs)
+
+    async def suspend(self) -> None:
         """Ends the process. Open requests stay in the journal, and end there at their timeouts."""
-        async with self._sleep_turn:
-            if not self._is_up:
-                return None if self._is_asleep else self._absent()
-            self._is_up, self._is_asleep = False, True
-            await self._link.close(timeout_s=FLUSH_S)
-            await self._is_buried.wait()
-            self._ports.report(EngineDown("it sleeps", is_asleep=True))
-            for ended in self._journal.suspend():
-                self._ports.text.send(ended)
-            for request in self._journal.requests():
-                self._set_deadline(request)
-            return None
+        self.is_up = False
+        await self._link.close(timeout_s=FLUSH_S)
+        await self._is_buried.wait()
+        self._ports.report(EngineDown("it sleeps", is_asleep=True))
+        for ended in self._journal.suspend():
+            self._ports.text.send(ended)
+        for request in self._journal.requests():
+            self._set_deadline(request)
 
-    async def _wake(self) -> ErrorInfo | None:
-        """Starts a process. If it cannot start, the engine goes on sleeping."""
-        async with self._sleep_turn:
-            if not self._is_asleep:
-                return None
-            try:
-                await self._start_again()
-            except AserveError as error:
-                await self._is_buried.wait()
-                return error.info()
-            self._is_asleep = False
-            return None
-
-    def _absent(self) -> ErrorInfo:
-        why = "sleeps: wake it first" if self._is_asleep else "is restarting; try again later"
-        return EngineDead(f"the engine {why}", retry_after_s=5).info()
+    def end_all(self, error: ErrorInfo) -> None:
+        for request in self._journal.requests():
+            self._end(request.request_id, error)
 
     # ------------------------------------------------------------ the death of the process
 
     def _on_link_end(self, error: Exception | None) -> None:
-        was_up, self._is_up = self._is_up, False
+        was_up, self.is_up = self.is_up, False
         if not self._is_closing:
             self._link.discard()
             self._link.spawn(self._bury(error, was_up=was_up))
@@ -288,6 +287,7 @@ class RemoteEngineCore:
         because = f" ({error})" if error and not isinstance(error, OSError) else ""
         died = Died("engine", f"the engine's process {how}{because}; its log says why")
         died, self._last_words = self._last_words or died, None
+        self._sleep.has_profile = False
         dead = EngineDead(died.reason)
         self._settle(dead)
         for job in list(self._jobs):
@@ -311,10 +311,9 @@ class RemoteEngineCore:
             )
             await asyncio.sleep(delay_s)
             try:
-                await self._start_again()
+                await self.start_again()
             except AserveError as error:
                 died = Died("engine", error.message)
-                await self._is_buried.wait()
                 continue
             took_s = time.monotonic() - since_s
             logger.info("engine restarted requests=%s took_s=%.3f", len(self._journal), took_s)
@@ -322,11 +321,18 @@ class RemoteEngineCore:
         assert self._on_death is not None
         self._on_death(died.name, EngineDead(died.reason + self._process.limit))
 
-    async def _start_again(self) -> None:
+    async def start_again(self) -> None:
         """Starts a process, which loads the weights and adapters of the former one, and sends it
-        the open requests. Raises AserveError if it dies before that. An engine whose weights are
-        not those of the open requests ends the server.
+        the open requests. Raises AserveError, once it has ended, if it dies before that. An engine
+        whose weights are not those of the open requests ends the server.
         """
+        try:
+            await self._start_again()
+        except AserveError:
+            await self._is_buried.wait()
+            raise
+
+    async def _start_again(self) -> None:
         self.ready = asyncio.get_running_loop().create_future()
         await self.open()
         await self.ready
@@ -346,7 +352,7 @@ class RemoteEngineCore:
         if not self._link.is_open:
             raise EngineDead("the engine's process ended as soon as it was ready; its log says why")
         self._ports.report(EngineUp())
-        self._is_up = True
+        self.is_up = True
         self._send_again(self._journal.resume())
         if self._settings is not None:  # after the requests that were admitted before the change
             self._submit(self._settings)
@@ -382,6 +388,7 @@ class RemoteEngineCore:
         return await answer
 
     def _answer_job(self, job: EngineJob, error: ErrorInfo | None) -> None:
+        self._sleep.note_work()
         answer = self._jobs.pop(job)
         match job:
             case LoadLora() if error is None:
@@ -389,6 +396,8 @@ class RemoteEngineCore:
                 self._lost_slots.pop(job.slot, None)
             case LoadWeights() if error is None:
                 self._weights = [job]
+            case Profile() if error is None:
+                self._sleep.has_profile = not job.path
             case _:
                 pass
         if not answer.done():  # the client may have gone

@@ -9,11 +9,11 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Collection
 
-from aserve.cache.prefix_tree import Prefix
 from aserve.errors import ErrorInfo, NeverFits, QueueFull
 from aserve.messages.output import Refused
 from aserve.messages.requests import AdmitRequest
-from aserve.scheduling.budget import fits_alone, has_room, min_query_len, most_pages
+from aserve.scheduling.blocks import cached_prefix, min_query_len
+from aserve.scheduling.budget import fits_alone, has_room, most_pages
 from aserve.scheduling.clients import place_refusal
 from aserve.scheduling.finish import finish_at_end
 from aserve.scheduling.followers import follow, lead
@@ -51,6 +51,7 @@ def receive(state: SchedulerState, arrival: list[Sequence] | Refused) -> None:
         return
     first = arrival[0]
     state.arrivals += len(arrival)
+    state.has_senders |= first.sends_kv
     state.clients.join(first.client, len(arrival))
     state.groups[first.request_id] = {sequence.child: sequence for sequence in arrival}
     for sequence in arrival:
@@ -184,22 +185,19 @@ def _end_or_ask(state: SchedulerState, sequence: Sequence) -> None:
 
 
 def open_prefix(state: SchedulerState, sequence: Sequence) -> bool:
-    """Locks the cached prefix, unless a running row is about to commit the page behind it. One that
-    awaits its KV gets all of it.
+    """Locks the cached prefix, unless a running row is about to commit the page behind it. KV is
+    awaited only if a page of it or more is missing.
     """
-    if sequence.awaits_kv:
-        # The transfer may leave the last token to be computed here.
-        skipped_len = sequence.tokens.num - 1
-        sequence.allocation = state.cache.open(Prefix(), skipped_len=skipped_len)
-        return True
     page_size = state.spec.page_size
     keys = sequence.page_keys(page_size) if state.spec.prefix_cache else sequence.keys
-    most = min(sequence.max_cached_len // page_size, len(keys))
-    prefix = state.cache.match(keys, most=most)
+    prefix, most = cached_prefix(state, sequence, keys)
     if follow(state, sequence, num_cached=prefix.num_pages, most=most):
         return False
-    sequence.allocation = state.cache.open(prefix)
     sequence.restart(prefix.num_pages * page_size)
+    sequence.awaits_kv &= sequence.remaining > page_size
+    # The transfer may leave the last token to be computed here.
+    skipped_len = sequence.tokens.num - 1 if sequence.awaits_kv else 0
+    sequence.allocation = state.cache.open(prefix, skipped_len=skipped_len)
     return True
 
 

@@ -4,6 +4,7 @@ their prompts, whole pages enter the prefix tree, and pages behind a window are 
 
 from __future__ import annotations
 
+from aserve.messages.transfers import SendKv
 from aserve.scheduling.flights import Step, land
 from aserve.scheduling.followers import lead, wake
 from aserve.scheduling.request import Sequence
@@ -18,6 +19,8 @@ def advance_rows(state: SchedulerState, step: Step, indices: Column, *, advance:
         _charge_prompt(step.sequences[int(indices[place])], int(advance[place]))
     num_before = (table.committed_len[rows] - state.spec.decode.key_lookahead) // page_size
     land(table, step, indices, advance=advance)
+    if state.has_senders:
+        _send_kv(state, [step.sequences[index] for index in indices.tolist()])
     has_new_pages = table.committed_len[rows] // page_size > num_before  # at most
     for place in has_new_pages.nonzero()[0].tolist():
         _commit_pages(state, step.sequences[int(indices[place])])
@@ -37,6 +40,13 @@ def _commit_pages(state: SchedulerState, sequence: Sequence) -> None:
     lead(state, sequence)
     if sequence.followers:
         wake(state, sequence)
+
+
+def _send_kv(state: SchedulerState, sequences: list[Sequence]) -> None:
+    for sequence in sequences:
+        if sequence.sends_kv and sequence.allocation is not None:
+            pages = sequence.allocation.packed()
+            state.effects.append(SendKv(sequence.request_id, sequence.committed_len, pages))
 
 
 def _charge_prompt(sequence: Sequence, num_computed: int) -> None:

@@ -16,6 +16,7 @@ from aserve.scheduling.forced import drop_results, end_reasoning
 from aserve.scheduling.grammar_rows import ask_mask
 from aserve.scheduling.request import Phase, Sequence
 from aserve.scheduling.state import SchedulerState
+from aserve.scheduling.token_log import max_kv_len
 
 
 def amend(state: SchedulerState, event: Amend) -> None:
@@ -52,9 +53,9 @@ def _refusal(state: SchedulerState, sequence: Sequence, event: Amend) -> ClientE
             f"the completion. At most {state.spec.max_model_len - sequence.prompt_len} are left.",
             param="max_tokens",
         )
-    max_kv_len = max_len - state.spec.decode.root_len
-    if not fits_alone(state, sequence, max_kv_len=max_kv_len):
-        needed, usable = most_pages(state, max_kv_len)[0], state.spec.groups[0].num_pages - 1
+    needed_len = max_kv_len(sequence.prompt_len, event.max_tokens, state.spec.decode)
+    if not fits_alone(state, sequence, max_kv_len=needed_len):
+        needed, usable = most_pages(state, needed_len)[0], state.spec.groups[0].num_pages - 1
         return NeverFits(
             f"With max_tokens {event.max_tokens} this request would need {needed} KV pages of "
             f"{state.spec.page_size} tokens, but the engine has {usable}.",
@@ -95,7 +96,7 @@ def _set_priority(state: SchedulerState, sequence: Sequence, priority: int) -> N
 
 
 def _set_max_tokens(state: SchedulerState, sequence: Sequence, max_tokens: int) -> None:
-    sequence.set_max_tokens(max_tokens, root_len=state.spec.decode.root_len)
+    sequence.set_max_tokens(max_tokens, state.spec.decode)
     if not sequence.row:
         return
     table, row = state.table, sequence.row

@@ -68,6 +68,7 @@ def _build(
         else None,
         stats=stats,
         shared_pages=_shared_pages(step.sequences) if state.spec.names_shared_pages else 0,
+        skips_drafter=state.draft_choice.note_launch(table, step, stats),
     )
 
 

@@ -6,7 +6,8 @@ from operator import add
 
 import numpy as np
 
-from aserve.scheduling.draft_length import is_drafting
+from aserve.scheduling.blocks import min_query_len, min_query_lens
+from aserve.scheduling.draft_length import is_drafting, whole_windows
 from aserve.scheduling.request import Sequence
 from aserve.scheduling.rows import Column
 from aserve.scheduling.state import SchedulerState
@@ -49,30 +50,22 @@ def next_query_lens(state: SchedulerState, rows: Column) -> Column:
     table, caps = state.table, state.spec.decode
     wanted = table.remaining[rows]
     room = table.max_kv_len[rows] - table.scheduled_len[rows]
-    most = table.max_step_tokens[rows]
+    most = table.max_step_tokens[rows] - table.num_cut[rows]
+    most -= table.scheduled_len[rows] % caps.block_len * (table.num_uncertain[rows] == 0)
     if (most > caps.root_len).any():
         may_draft = wanted == caps.root_len
         if not caps.min_tokens_per_step:
             # WHY: a mask is for an output position, which then may meet drafts more than once.
             may_draft &= table.has_mask[rows] == 0
         if caps.root_len:
-            may_draft &= (table.relay_stamp[rows] != 0) & is_drafting(table, rows)
+            # It depends on the steps in flight when a pause begins, and whole windows must not.
+            is_on = is_drafting(table, rows) | caps.whole_windows
+            may_draft &= (table.relay_stamp[rows] != 0) & is_on
         wanted[may_draft] = most[may_draft]
+    if caps.whole_windows:
+        return whole_windows(table, rows, wanted.clip(max=state.spec.max_batched_tokens), room)
     query_lens: Column = np.minimum(wanted, room)
     return query_lens
-
-
-def min_query_len(sequence: Sequence) -> int:
-    """Returns how many tokens the row must compute in its next step at least: a prompt that is not
-    causal is not cut into chunks.
-    """
-    return 1 if sequence.is_causal else max(1, sequence.prompt_len - sequence.scheduled_len)
-
-
-def min_query_lens(state: SchedulerState, rows: Column) -> Column:
-    """Returns `min_query_len` of each row."""
-    left: Column = state.table.whole_len[rows] - state.table.scheduled_len[rows]
-    return left.clip(min=1)
 
 
 def step_need(state: SchedulerState, rows: Column) -> Pages:

@@ -12,7 +12,6 @@ from aserve.messages.base import array_i32
 from aserve.messages.output import SequenceOutput, StepOutput
 from aserve.messages.results import SampleResult, StepResult
 from aserve.scheduling.advance import advance_rows
-from aserve.scheduling.draft_length import note_windows
 from aserve.scheduling.ends import count_kept, cut_logprobs, may_end
 from aserve.scheduling.finish import finish, settle
 from aserve.scheduling.flights import Step, drop_flights, land_without_row
@@ -28,6 +27,7 @@ def commit_step(state: SchedulerState, result: StepResult) -> None:
     step = state.steps.pop(result.iteration, None)
     if step is None:
         return  # dropped by a failure before it
+    state.draft_choice.note_time(result.iteration, result.took_us)
     if result.prompt_logprobs or result.embeddings:
         hand_out_prompts(state, result, step)
     _commit_chunks(state, step)
@@ -74,7 +74,7 @@ def commit_tokens(state: SchedulerState, result: StepResult | SampleResult, step
     is_here = table.first_iteration[rows] <= step.iteration
     is_plain = is_here & ~may_end(state, rows, counts, tokens) & (table.has_mask[rows] == 0)
     starts, num_kept = stops - counts, counts.copy()
-    num_drafts = step.num_drafts[indices]
+    num_drafts = step.num_drafts[indices] * state.spec.decode.root_len  # a block has no drafts
     columns = [each.tolist() for each in (indices, rows, starts, stops, is_plain, num_drafts)]
     token_ids = tokens.tolist()
     new: list[SequenceOutput] = []
@@ -109,7 +109,7 @@ def commit_tokens(state: SchedulerState, result: StepResult | SampleResult, step
     here = indices[is_here]
     advance = step.max_advance[here] - step.max_outputs[here] + num_kept[is_here]
     advance_rows(state, step, here, advance=advance)
-    note_windows(table, rows[is_here], num_drafts[is_here], num_kept[is_here])
+    state.draft_choice.note_results(table, rows[is_here], num_drafts[is_here], num_kept[is_here])
     for index in indices[~is_plain].tolist():
         if not step.is_dropped(index):
             _settle(state, step, index)

@@ -47,6 +47,15 @@ def note_windows(
 
 
 def is_drafting(table: RowTable, rows: Column) -> npt.NDArray[np.bool_]:
-    """Returns which rows are not in a pause."""
+    """Returns which rows are not in a pause, and have a drafter that knows all their tokens."""
     is_on: npt.NDArray[np.bool_] = table.num_tokens[rows] >= table.drafts_from[rows]
+    is_on &= table.num_skipped[rows] == 0
     return is_on
+
+
+def whole_windows(table: RowTable, rows: Column, wanted: Column, room: Column) -> Column:
+    """Returns how many tokens each row computes next if windows are whole: a window without room
+    becomes a plain decode. While it is not certain how much room there is, that is 0.
+    """
+    alone = np.where(table.num_uncertain[rows] > 0, 0, table.remaining[rows])
+    return np.minimum(np.where(wanted > room, alone, wanted), room)

@@ -89,6 +89,12 @@ def fail(state: SchedulerState, event: FailRequest) -> None:
 
 
 def retract(state: SchedulerState, sequence: Sequence) -> None:
+    """Takes the row of a sequence for others."""
+    step_back(state, sequence)
+    state.num_retracted += 1
+
+
+def step_back(state: SchedulerState, sequence: Sequence) -> None:
     """Takes the row of a sequence, which keeps what it generated. Results in flight still count; a
     held flight without its Sample is dropped.
     """
@@ -97,7 +103,6 @@ def retract(state: SchedulerState, sequence: Sequence) -> None:
     if held is not None:
         land_without_row(held, held.index_of(row))
     sequence.move(Phase.LINGERING)
-    state.num_retracted += 1
     settle(state, sequence)
 
 

@@ -153,4 +153,4 @@ def drop_flights(sequence: Sequence) -> None:
     sequence.num_flights = 0
     sequence.num_sampling = 0
     sequence.num_uncertain = 0
-    sequence.restart(sequence.committed_len)
+    sequence.restart(sequence.tokens.final_len(sequence.committed_len, sequence.block_len))

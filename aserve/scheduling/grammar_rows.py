@@ -45,7 +45,7 @@ def ask_mask(state: SchedulerState, sequence: Sequence) -> None:
             position=mask_state.asked,
             new_ids=new_ids.tobytes(),
             drafts=b"" if drafts is None else drafts.tokens,
-            parents=b"" if drafts is None else drafts.parents or _tree_parents(state, num_drafts),
+            parents=b"" if drafts is None else drafts.parents,
         )
     )
 
@@ -63,11 +63,6 @@ def _num_drafts(state: SchedulerState, sequence: Sequence) -> int | None:
     if sequence.mask.drafts_iteration != step.iteration:
         sequence.mask.drafts = None
     return int(step.num_drafts[step.index_of(sequence.row)])
-
-
-def _tree_parents(state: SchedulerState, num_drafts: int) -> bytes:
-    tree = state.spec.decode.tree
-    return b"" if tree is None else pack_i32(tree.parents[:num_drafts])
 
 
 def receive_drafts(state: SchedulerState, step: Step, drafts: RowDrafts) -> None:

@@ -15,10 +15,11 @@ from aserve.errors import BugError
 from aserve.messages.base import array_i32
 from aserve.messages.executor import DecodeCaps
 from aserve.messages.requests import AdmitRequest, SamplingParams
+from aserve.picture import page_digests
 from aserve.scheduling.clients import Client
 from aserve.scheduling.reasoning import Reasoning
 from aserve.scheduling.rows import NUM_CELLS, Cell, Cells, RowTable
-from aserve.scheduling.token_log import MaskState, TokenLog
+from aserve.scheduling.token_log import MaskState, TokenLog, max_kv_len, up_to_block, whole_blocks
 
 
 def child_seed(seed: int, child: int) -> int:
@@ -55,6 +56,7 @@ class Sequence:
         "arrival",
         "awaits_kv",
         "bad_word_ids",
+        "block_len",
         "cached_len",
         "cells",
         "child",
@@ -77,6 +79,7 @@ class Sequence:
         "num_retracted_for",
         "num_scored",
         "phase",
+        "pictures",
         "prediction_ids",
         "priority",
         "prompt_len",
@@ -85,6 +88,7 @@ class Sequence:
         "row",
         "sampling",
         "seed",
+        "sends_kv",
         "tokens",
     )
 
@@ -110,13 +114,14 @@ class Sequence:
         self.end_ids = request.end_ids
         self.bad_word_ids = request.bad_word_ids
         self.prompt_len = len(prompt_ids)
-        self.set_max_tokens(request.sampling.max_tokens, root_len=caps.root_len)
+        self.set_max_tokens(request.sampling.max_tokens, caps)
         self.tokens = TokenLog(prompt_ids, outputs)
         self.is_causal = request.is_causal
         self.prediction_ids = request.prediction_ids
         self.max_step_tokens = caps.most_tokens(is_predicted=bool(request.prediction_ids))
-        self.key_lookahead = caps.key_lookahead
-        keys = request.page_keys if request.is_causal and not caps.key_lookahead else b""
+        self.key_lookahead, self.block_len = caps.key_lookahead, caps.block_len
+        has_keys = request.is_causal and not caps.key_lookahead and caps.block_len == 1
+        keys = request.page_keys if has_keys else b""
         self.keys = PageKeys(keys, namespace=request.namespace)
         # Waiting sequences that need pages which this one is about to commit, each with their
         # number, and whom this one waits for: followers.py
@@ -135,17 +140,17 @@ class Sequence:
         tags = request.reasoning
         self.reasoning = None if tags is None or not self.max_tokens else Reasoning(tags)
         self.embeds, self.lora_slot = request.embeds, request.lora_slot
-        self.awaits_kv = request.awaits_kv  # until the KV is there
+        self.pictures = request.pictures
+        # `awaits_kv` holds until the KV is there
+        self.awaits_kv, self.sends_kv = request.awaits_kv, request.sends_kv
         # prompt tokens whose logprobs were handed out or are not wanted, token 0 being one of them
         self.num_scored = 1 if _wants_scores(request, child) else self.prompt_len
 
-    def set_max_tokens(self, max_tokens: int, *, root_len: int) -> None:
-        """`max_len` are tokens, and `max_kv_len` the KV positions that it can ever need: with a
-        root the last token is sampled, but never computed.
-        """
+    def set_max_tokens(self, max_tokens: int, caps: DecodeCaps) -> None:
+        """`max_len` are tokens, and `max_kv_len` the KV positions that it can ever need."""
         self.max_tokens = max_tokens
         self.max_len = self.prompt_len + max_tokens
-        self.max_kv_len = self.prompt_len + max(max_tokens - root_len, 0)
+        self.max_kv_len = max_kv_len(self.prompt_len, max_tokens, caps)
 
     @property
     def min_tokens(self) -> int:
@@ -186,7 +191,8 @@ class Sequence:
     def cacheable_len(self) -> int:
         """Positions whose KV is there and depends only on the tokens that pages' keys cover."""
         num_known = self.tokens.num - self.key_lookahead
-        return max(0, min(self.committed_len, num_known)) if self.is_causal else 0
+        num_committed = self.tokens.final_len(self.committed_len, self.block_len)
+        return max(0, min(num_committed, num_known)) if self.is_causal else 0
 
     def take_row(self, table: RowTable, row: int, *, page_size: int) -> None:
         assert self.allocation is not None
@@ -214,8 +220,9 @@ class Sequence:
         self.written_pages = 0
 
     def restart(self, committed_len: int) -> None:
-        """Nothing is in flight, and so many positions have KV."""
+        """Nothing is in flight, and so many positions have KV. What is behind is prefilled."""
         assert not self.num_flights
+        self.tokens.prefill_len = self.tokens.num
         self.committed_len = committed_len
         self.scheduled_len = committed_len
         self.remaining = self.tokens.num - committed_len
@@ -227,14 +234,16 @@ class Sequence:
 
     def page_keys(self, page_size: int) -> PageKeys:
         """Chain keys of every whole page of known tokens, as far as others may use it. The key of a
-        page covers `key_lookahead` tokens more than the page.
+        page covers `key_lookahead` tokens more than the page, and all tokens of the page's blocks.
         """
         if not self.is_causal:
             return self.keys
-        ahead = self.key_lookahead
-        for page in range(len(self.keys), (self.tokens.num - ahead) // page_size):
-            start = page * page_size + ahead if page else 0
-            self.keys.append(self.tokens.packed(start, (page + 1) * page_size + ahead))
+        ahead, num_tokens = self.key_lookahead, whole_blocks(self.tokens.num, self.block_len)
+        for page in range(len(self.keys), (num_tokens - ahead) // page_size):
+            start = up_to_block(page * page_size, self.block_len) + ahead if page else 0
+            stop = up_to_block((page + 1) * page_size, self.block_len) + ahead
+            digests = page_digests(self.pictures, start, stop)
+            self.keys.append(self.tokens.packed(start, stop) + digests)
         return self.keys
 
 

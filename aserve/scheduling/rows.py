@@ -50,6 +50,15 @@ class RowTable:
     doubt: Column  # whether drafts pay for this row (draft_length.py writes these three)
     num_pauses: Column  # from drafting, one after the other
     drafts_from: Column  # the number of tokens from which on it drafts
+    # What draft_choice.py knows of a row, where the times of steps were measured.
+    num_cut: Column  # drafts by which its next window is shorter than it may be
+    num_skipped: Column  # last steps that skipped the drafter, one after the other, as far as noted
+    num_missed: Column  # tokens without KV of the drafter, because their steps skipped it
+    match_level: Column  # of the match whose continuation it drafts (repeats.py)
+    accepted: Column  # drafts, in parts of SCALE, old ones counting less
+    rejected: Column  # windows that ended with a rejected draft, likewise
+    num_attempts: Column  # windows tried though drafts did not seem to pay, one after the other
+    next_attempt: Column  # the number of tokens from which on another one is tried
 
     # Copies of what the sequence, its tokens and its pages say, to compute whole columns with.
     num_tokens: Column

@@ -47,13 +47,13 @@ from typing import assert_never
 from aserve.messages.executor import EngineSpec, SchedulerEffect, SchedulerEvent
 from aserve.messages.requests import AdmitRequest, Amend, Cancel, ChangeSettings, FailRequest
 from aserve.messages.results import (
-    KvFailed,
-    KvReady,
     MaskReady,
     SampleResult,
     StepFailed,
     StepResult,
+    StepTimes,
 )
+from aserve.messages.transfers import KvFailed, KvReady
 from aserve.scheduling.admit import consider, receive
 from aserve.scheduling.amend import amend
 from aserve.scheduling.batch import launch
@@ -127,6 +127,8 @@ class Scheduler:
                 fail(self.state, event)
             case ChangeSettings():
                 self.state.change_settings(event)
+            case StepTimes():
+                self.state.draft_choice.set_times(event, max_rows=self.state.spec.max_rows)
             case _:
                 assert_never(event)
 

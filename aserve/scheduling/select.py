@@ -9,12 +9,11 @@ import numpy as np
 
 from aserve.messages.executor import EngineSpec
 from aserve.scheduling.admit import admit, prefill_order
+from aserve.scheduling.blocks import min_query_len, min_query_lens, uncut_blocks
 from aserve.scheduling.budget import (
     Pages,
     has_ample_room,
     has_room,
-    min_query_len,
-    min_query_lens,
     next_query_lens,
     spare_pages,
     step_need,
@@ -42,6 +41,7 @@ def select(state: SchedulerState) -> tuple[Spans, list[Sequence]]:
         if len(chosen.rows) or state.is_recovering:
             return chosen, []
     decodes, prefills = _ready_rows(state)
+    state.draft_choice.choose(state.table, decodes, state.running)
     budget = state.spec.max_batched_tokens
     chosen = _fill(state, decodes, budget) if state.spec.decode.mixes_prefill else NOTHING
     left = budget - chosen.num_tokens
@@ -120,6 +120,8 @@ def _fill(state: SchedulerState, rows: Column, budget: int) -> Spans:
         step_total = step_need(state, state.running_rows())
     query_lens = next_query_lens(state, rows)
     least = np.maximum(1, np.minimum(remaining, min_query_lens(state, rows)))
+    if state.spec.decode.whole_windows:
+        least = np.where(remaining > state.spec.decode.root_len, least, np.maximum(1, query_lens))
     covered = table.num_pages[rows] * state.spec.page_size - table.scheduled_len[rows]
     looked_at = (query_lens > covered).nonzero()[0]
     if query_lens.sum() > budget:
@@ -132,6 +134,7 @@ def _fill(state: SchedulerState, rows: Column, budget: int) -> Spans:
         query_lens[index] = query_len
         if query_len >= least[index]:
             budget -= query_len
+    query_lens = uncut_blocks(query_lens, remaining, table.scheduled_len[rows], state.spec.decode)
     is_chosen = query_lens >= least
     return Spans(rows[is_chosen], query_lens[is_chosen])
 

@@ -17,6 +17,7 @@ from aserve.messages.base import ChildKey
 from aserve.messages.executor import EngineSpec, SchedulerEffect
 from aserve.messages.requests import ChangeSettings
 from aserve.scheduling.clients import Clients
+from aserve.scheduling.draft_choice import DraftChoice
 from aserve.scheduling.flights import Step
 from aserve.scheduling.queue import WaitingQueue
 from aserve.scheduling.request import Phase, Sequence
@@ -40,10 +41,12 @@ class SchedulerState:
         "cache",
         "caution",
         "clients",
+        "draft_choice",
         "effects",
         "end_ids",
         "ended",
         "groups",
+        "has_senders",
         "held",
         "landed",
         "leaders",
@@ -73,6 +76,7 @@ class SchedulerState:
         self.rows = RowPool(spec.max_rows)
         self.table = RowTable(spec.max_rows)
         self.effects: list[SchedulerEffect] = []  # of the current call of SchedulerState.step
+        self.draft_choice = DraftChoice(spec.decode)  # select, batch, commit
         self.waiting = WaitingQueue()  # admit, finish, followers
         # sequences with slow masks for which there is no row: grammar_rows, admit
         self.slow_waiting = WaitingQueue()
@@ -100,6 +104,7 @@ class SchedulerState:
         self.resync_at = 1  # failures of steps before this one were acted on: recover
         self.next_iteration = 1  # batch
         self.landed = 0  # all steps up to this one are back: commit, recover
+        self.has_senders = False  # some request wanted SendKv
         self.unsent: list[Transfer] = []  # in the order of `after`: transfers
         self.transfers: dict[ChildKey, Transfer] = {}  # that have begun: transfers
         self.arrivals = 0  # admit
@@ -136,9 +141,10 @@ class SchedulerState:
         return -(-num_positions // self.spec.page_size)
 
     def change_settings(self, event: ChangeSettings) -> None:
-        """NOTE: a step must still take every living prompt that is computed whole."""
+        """NOTE: a step must still take every living prompt that is computed whole, and a block."""
         whole = [each.prompt_len for each in self.living() if not each.is_causal]
-        self.spec = self.spec.changed(event, least_tokens=max(whole, default=1))
+        least_tokens = max([self.spec.decode.block_len, *whole])
+        self.spec = self.spec.changed(event, least_tokens=least_tokens)
 
     def take_effects(self) -> list[SchedulerEffect]:
         effects, self.effects = self.effects, []

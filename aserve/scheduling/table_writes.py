@@ -55,6 +55,8 @@ def row_init(sequence: Sequence) -> RowInit:
         lora_slot=sequence.lora_slot,
         embeds=sequence.embeds,
         prediction_ids=sequence.prediction_ids,
+        pictures=sequence.pictures,
+        namespace=sequence.keys.namespace,
     )
 
 

@@ -7,19 +7,22 @@ from array import array
 import msgspec
 
 from aserve.messages.base import ArrayI32, array_i32
+from aserve.messages.executor import DecodeCaps
 from aserve.messages.results import RowDrafts
 
 
 class TokenLog:
     """The prompt and the committed outputs of a sequence, int32; `num` tokens. All children of a
-    request share the prompt.
+    request share the prompt. The first `prefill_len` tokens were known when the sequence got its
+    row, or started anew, so that a prefill computes those of them that have no KV.
     """
 
-    __slots__ = ("_prompt", "outputs")
+    __slots__ = ("_prompt", "outputs", "prefill_len")
 
     def __init__(self, prompt_ids: ArrayI32, outputs: bytes) -> None:
         self._prompt = prompt_ids
         self.outputs = array("i", outputs)
+        self.prefill_len = 0
 
     @property
     def num(self) -> int:
@@ -42,6 +45,32 @@ class TokenLog:
         if position < num_prompt:
             return int(self._prompt[position])
         return self.outputs[position - num_prompt]
+
+    def final_len(self, committed_len: int, block_len: int) -> int:
+        """Returns how many of the committed positions have their final KV. In a block that was
+        decoded, and not prefilled, it is computed by the first step of the next block.
+        """
+        whole = whole_blocks(committed_len, block_len)
+        if block_len == 1 or whole <= self.prefill_len:
+            return whole
+        return max(whole_blocks(self.prefill_len, block_len), whole - block_len)
+
+
+def whole_blocks(num_tokens: int, block_len: int) -> int:
+    """Returns how many of the first tokens are in blocks that end among them."""
+    return num_tokens // block_len * block_len
+
+
+def up_to_block(num_tokens: int, block_len: int) -> int:
+    """Returns where the block ends that has the last of the tokens."""
+    return -(-num_tokens // block_len) * block_len
+
+
+def max_kv_len(prompt_len: int, max_tokens: int, caps: DecodeCaps) -> int:
+    """Returns the KV positions that a sequence can ever need: with a root the last token is
+    sampled, but never computed, and a block is computed as a whole.
+    """
+    return up_to_block(prompt_len + max(max_tokens - caps.root_len, 0), caps.block_len)
 
 
 class MaskState(msgspec.Struct, gc=False):

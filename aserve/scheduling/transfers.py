@@ -1,14 +1,19 @@
 """Sequences whose KV is computed elsewhere, as in prefill/decode disaggregation.
 
-Such a sequence is admitted like any other, with all its pages and a row, and then awaits its KV
-(`Phase.AWAITING_KV`). The transfer is a flight of the sequence: it brings the KV of the tokens that
-are known, and the token that was sampled behind them. When it is back, the sequence decodes as if
-its tokens had been computed here. If it is retracted later, they are.
+Such a sequence is admitted like any other, with its prefix hit, all its pages and a row, and then
+awaits its KV (`Phase.AWAITING_KV`). The transfer is a flight of the sequence: it brings the KV of
+the tokens behind the prefix hit, and maybe the token that was sampled behind them. When it is back,
+the sequence decodes as if its tokens had been computed here. If the transfer fails, or the sequence
+is retracted later, they are.
 
 A transfer is not ordered with the device's steps. So it begins when the steps that were launched
 before the pages were taken are back, since a former owner of a page may have been in them. And the
 pages are held until the transfer ends: a sequence that ends first leaves them to it. The sequence
 cannot be retracted meanwhile.
+
+The engine that computes a prompt for another one says so after each step, as long as the pages are
+the sequence's (SendKv, in advance.py). The executor reads them before any step that is launched
+later, and such a step alone can write them.
 
 WHY a row: everything that counts pages (reserve, forecast, retraction, shares of clients) counts
 rows. The price is that a row is idle during the transfer.
@@ -21,11 +26,11 @@ from __future__ import annotations
 import msgspec
 
 from aserve.messages.base import pack_i32
-from aserve.messages.results import KvFailed, KvReady, SampleResult
-from aserve.messages.step import ReceiveKv
+from aserve.messages.results import SampleResult
+from aserve.messages.transfers import KvFailed, KvReady, ReceiveKv
 from aserve.scheduling.commit import commit_tokens
-from aserve.scheduling.finish import finish
-from aserve.scheduling.flights import plan_step, send
+from aserve.scheduling.finish import step_back
+from aserve.scheduling.flights import drop_flights, plan_step, send
 from aserve.scheduling.request import Phase, Sequence
 from aserve.scheduling.state import SchedulerState, Transfer
 
@@ -63,8 +68,11 @@ def begin_transfers(state: SchedulerState) -> None:
             ReceiveKv(
                 request_id=sequence.request_id,
                 child=sequence.child,
+                first=sequence.committed_len,
                 num_tokens=sequence.tokens.num,
-                pages=tuple(pages.tobytes() for pages in transfer.allocation.pages),
+                token_ids=sequence.tokens.packed(0, sequence.tokens.num),
+                namespace=sequence.keys.namespace,
+                pages=transfer.allocation.packed(),
             )
         )
 
@@ -77,11 +85,12 @@ def end_transfer(state: SchedulerState, event: KvReady | KvFailed) -> None:
     sequence = transfer.sequence
     if sequence.phase is not Phase.AWAITING_KV:
         return
-    if isinstance(event, KvFailed):
-        finish(state, sequence, "error", error=event.error)
-        return
     sequence.move(Phase.RUNNING)
     sequence.awaits_kv = sequence.is_blocked = False
+    if isinstance(event, KvFailed):
+        drop_flights(sequence)
+        step_back(state, sequence)
+        return
     row = sequence.row
     brought = SampleResult(
         iteration=0,

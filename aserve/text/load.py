@@ -24,8 +24,10 @@ from aserve.parsers.registry import (
     families_of,
     parser_name,
 )
+from aserve.pictures.settings import PictureSettings, picture_settings
 from aserve.text.defaults import NEUTRAL, GenerationDefaults, load_defaults
 from aserve.text.model_files import load_template, read_json, token_text
+from aserve.text.pooling import PLAIN, PoolingTexts, load_pooling
 from aserve.text.template import ChatTemplate
 from aserve.text.tokenizer import TextTokenizer, numeric_template, numeric_tokenizer
 
@@ -47,6 +49,8 @@ class TextSide(NamedTuple):
     template: ChatTemplate | None = None
     defaults: GenerationDefaults = NEUTRAL
     parsers: ParserNames = NO_PARSERS
+    pooling: PoolingTexts = PLAIN
+    pictures: PictureSettings | None = None
 
 
 def load_text(model_dir: Path, options: ModelOptions) -> TextSide:
@@ -57,9 +61,20 @@ def load_text(model_dir: Path, options: ModelOptions) -> TextSide:
     parsers = choose_parsers(template, options)
     logger.info("parsers of %s: reasoning=%s tools=%s", model_dir, parsers.reasoning, parsers.tools)
     if options.load_format != "dummy" or has_tokenizer(model_dir):
-        return TextSide(load_tokenizer(model_dir), template, defaults, parsers)
+        backend = _load_backend(model_dir)
+        tokenizer = _tokenizer_of(backend, model_dir)
+        pooling = load_pooling(model_dir, backend)
+        pictures = load_pictures(model_dir) if options.model_impl != "transformers" else None
+        return TextSide(tokenizer, template, defaults, parsers, pooling, pictures)
     logger.info("%s has no tokenizer: texts are token ids as decimal numbers", model_dir)
     return TextSide(load_numeric_tokenizer(model_dir), template or numeric_template(), defaults)
+
+
+def load_pictures(model_dir: Path) -> PictureSettings | None:
+    config, processor = (
+        read_json(model_dir / f"{name}.json") for name in ("config", "preprocessor_config")
+    )
+    return picture_settings(config, processor, where=str(model_dir))
 
 
 def choose_parsers(template: ChatTemplate | None, options: ModelOptions) -> ParserNames:
@@ -94,8 +109,11 @@ def _parser_of(given: str, fitting: str | None, known: Collection[str], option: 
 
 
 def load_tokenizer(model_dir: Path) -> TextTokenizer:
+    return _tokenizer_of(_load_backend(model_dir), model_dir)
+
+
+def _tokenizer_of(backend: Tokenizer, model_dir: Path) -> TextTokenizer:
     settings = read_json(model_dir / "tokenizer_config.json")
-    backend = _load_backend(model_dir)
     bos_id = None
     if settings.get("add_bos_token") is True:
         bos_id = _token_id(backend, settings.get("bos_token"))
@@ -118,6 +136,15 @@ def load_numeric_tokenizer(model_dir: Path) -> TextTokenizer:
 
 
 def _load_backend(model_dir: Path) -> Tokenizer:
+    """Reads the tokenizer. Some files ask for a fixed length, to which texts would be cut or padded
+    unseen."""
+    backend = _read_backend(model_dir)
+    backend.no_padding()
+    backend.no_truncation()
+    return backend
+
+
+def _read_backend(model_dir: Path) -> Tokenizer:
     path = model_dir / "tokenizer.json"
     if not path.is_file():
         return _convert_backend(model_dir)
@@ -140,6 +167,12 @@ def _convert_backend(model_dir: Path) -> Tokenizer:
             str(model_dir), local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, ImportError) as error:
+        if "auto_map" in read_json(model_dir / "tokenizer_config.json"):
+            raise ConfigError(
+                f"{model_dir}: no usable tokenizer: its code is in the model's directory (auto_map "
+                "in tokenizer_config.json), and such code is never run. Save the tokenizer as "
+                "tokenizer.json, or take a version of the model that has one"
+            ) from None
         raise ConfigError(f"{model_dir}: no usable tokenizer: {error}") from error
     backend = loaded.backend_tokenizer
     if not isinstance(backend, Tokenizer):

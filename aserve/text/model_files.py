@@ -15,6 +15,23 @@ MARKS = ("{{", "{%", "{#")  # every template has one of them, and no sensible pa
 SETTINGS = "tokenizer_config.json"
 FOR_CHAT = "default"
 FOR_TOOLS = "tool_use"  # transformers uses it for messages with tools
+# The prompt of Qwen3-Reranker's model card, for the messages `query` and `document`.
+QWEN3_RERANKER = """\
+<|im_start|>system
+Judge whether the Document meets the requirements based on the Query and the Instruct provided. \
+Note that the answer can only be "yes" or "no".<|im_end|>
+<|im_start|>user
+<Instruct>: {{ instruct | default("Given a web search query, retrieve relevant passages that \
+answer the query") }}
+<Query>: {{ messages[0].content }}
+<Document>: {{ messages[1].content }}<|im_end|>
+<|im_start|>assistant
+<think>
+
+</think>
+
+{{ "" }}"""
+TEMPLATES = {"qwen3-reranker": QWEN3_RERANKER}  # that --chat-template names
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -31,8 +48,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_template(model_dir: Path, given: str | None = None) -> ChatTemplate | None:
-    """Loads the template from `given`, which is a path or the template itself, or else from the
-    model. A separate template file has priority over tokenizer_config.json.
+    """Loads the template from `given`, which is a path, a name or the template itself, or else from
+    the model. A separate template file has priority over tokenizer_config.json.
     """
     settings = read_json(model_dir / SETTINGS)
     special_tokens = _special_tokens(settings)
@@ -54,11 +71,14 @@ def _given_source(given: str) -> tuple[str, str]:
     """Returns the template and its name for errors."""
     if any(mark in given for mark in MARKS):
         return given, "--chat-template"
+    if given in TEMPLATES:
+        return TEMPLATES[given], f"the template {given}"
     path = Path(given).expanduser()
     if not path.is_file():
         raise ConfigError(
-            f"--chat-template {given}: there is no such file, and the text is not a template, "
-            f"which would contain one of {' '.join(MARKS)}"
+            f"--chat-template {given}: there is no such file, it is none of "
+            f"{', '.join(TEMPLATES)}, and the text is not a template, which would contain one of "
+            f"{' '.join(MARKS)}"
         )
     return _read(path), str(path)
 

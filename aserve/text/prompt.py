@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from aserve.cache.prefix_tree import prompt_keys
 from aserve.errors import ContextTooLong, InvalidRequest
 from aserve.messages.base import Record, pack_i32
@@ -18,14 +16,17 @@ from aserve.messages.requests import (
     GenerateRequest,
     OpenText,
     Prompt,
-    SamplingParams,
     TextPrompt,
     TokenPrompt,
 )
+from aserve.picture import Picture
+from aserve.pictures.reader import PictureReader
 from aserve.text.chat_prompt import render_chat
 from aserve.text.defaults import bad_word_ids, prediction_ids, reasoning_ids
+from aserve.text.lengths import PromptLimits, check_task, resolve_lengths, truncate
 from aserve.text.plain_content import PlainContent
 from aserve.text.prompt_text import prompt_texts
+from aserve.text.sampling_ids import check_can_sample, check_range, check_sampling_ids, end_ids
 from aserve.text.template import ChatTemplate
 from aserve.text.text_size import check_bytes
 from aserve.text.tokenizer import TextTokenizer
@@ -40,15 +41,6 @@ CHAT_FACTOR = 8
 TAIL_TOKENS = 32  # of a prompt that output parsers see
 
 
-class PromptLimits(Record, frozen=True):
-    """The limits of a model, and the sizes that prompts depend on."""
-
-    max_model_len: int
-    vocab_size: int  # of the model, which may be padded beyond the tokenizer's
-    max_new_tokens: int | None = None  # the default of max_tokens; None: the rest of the context
-    page_size: int = 0  # tokens per page of the prefix cache; 0 without a prefix cache
-
-
 class Prepared(Record, frozen=True):
     """A checked request, as a message to the detokenizer and one to the scheduler."""
 
@@ -57,7 +49,7 @@ class Prepared(Record, frozen=True):
 
 
 class PromptEncoder:
-    __slots__ = ("_plain", "_template", "limits", "tokenizer")
+    __slots__ = ("_pictures", "_plain", "_template", "limits", "tokenizer")
 
     def __init__(
         self,
@@ -66,31 +58,33 @@ class PromptEncoder:
         template: ChatTemplate | None,
         limits: PromptLimits,
         allow_special: bool = False,
+        pictures: PictureReader | None = None,
     ) -> None:
         """With `allow_special`, special tokens in the messages of a chat are encoded as such."""
         self.tokenizer = tokenizer
         self._plain = None if allow_special else PlainContent(tokenizer)
         self._template = template
         self.limits = limits
+        self._pictures = pictures or PictureReader()
 
     def prepare(self, request: GenerateRequest) -> Prepared:
         """Checks and encodes a request. Raises the ClientError with which it ends."""
-        _check_ids(request.sampling, self.limits)
+        check_sampling_ids(request.sampling, self.limits)
         self.check_size(request)
-        prompt_ids = self.encode(
-            request.prompt, is_truncated=request.truncate_prompt_tokens is not None
-        )
+        is_truncated = self._is_truncated(request)
+        prompt_ids, pictures = self._with_pictures(request.prompt, is_truncated=is_truncated)
         if not prompt_ids:
             raise InvalidRequest(
                 "the prompt is empty: give at least one token", param="prompt", code="empty_prompt"
             )
-        prompt_ids = truncate(prompt_ids, request, self.limits)
+        if not pictures:  # of which none can be cut
+            prompt_ids = truncate(prompt_ids, request, self.limits)
         sampling = resolve_lengths(request, len(prompt_ids), self.limits)
         if isinstance(request.prompt, TokenPrompt):
             self.check_ids(prompt_ids, param="prompt")
         ends = end_ids(self.tokenizer, sampling)
         bad_words = bad_word_ids(sampling.bad_words, self.tokenizer)
-        _check_can_sample(sampling, ends, bad_words, self.limits)
+        check_can_sample(sampling, ends, bad_words, self.limits)
         packed = pack_i32(prompt_ids)
         tail = self._tail_of(request, prompt_ids)
         reasoning = reasoning_ids(sampling.reasoning, tail, self.tokenizer)
@@ -121,7 +115,10 @@ class PromptEncoder:
                 priority=request.priority,
                 outputs=request.outputs,
                 embeds=request.embeds,
-                page_keys=self._page_keys(packed, namespace=request.namespace),
+                is_causal=not self.limits.whole_prompts,
+                # The scheduler makes the keys of prompts with pictures, because these join them.
+                page_keys=b"" if pictures else self._page_keys(packed, namespace=request.namespace),
+                pictures=pictures,
                 client=request.client,
                 reasoning=reasoning,
                 prediction_ids=prediction_ids(request.prediction, self.tokenizer),
@@ -132,8 +129,9 @@ class PromptEncoder:
         """Raises a ClientError if a prompt is too long in any tokenization. It does not tokenize,
         so it is fast. The rendered text of a chat is checked by `encode`.
         """
+        check_task(request, self.limits)
         prompt = request.prompt
-        is_truncated = request.truncate_prompt_tokens is not None
+        is_truncated = self._is_truncated(request)
         if isinstance(prompt, TextPrompt) and len(prompt.text) > self._max_bytes(
             is_truncated=is_truncated
         ):
@@ -149,6 +147,15 @@ class PromptEncoder:
         """Returns the ids of a prompt. `is_truncated` allows more of them than fit in the context,
         because the caller truncates or only counts them.
         """
+        return self._with_pictures(prompt, is_truncated=is_truncated)[0]
+
+    def _with_pictures(
+        self, prompt: Prompt, *, is_truncated: bool
+    ) -> tuple[list[int], tuple[Picture, ...]]:
+        ids = self._ids_of(prompt, is_truncated=is_truncated)
+        return self._pictures.placed(prompt, ids, max_len=self.limits.max_model_len)
+
+    def _ids_of(self, prompt: Prompt, *, is_truncated: bool) -> list[int]:
         match prompt:
             case TextPrompt():
                 self._check_bytes(prompt.text, where="prompt", is_truncated=is_truncated)
@@ -166,7 +173,10 @@ class PromptEncoder:
         return text if mark is None else text.replace(mark, "")
 
     def check_ids(self, ids: Sequence[int], *, param: str) -> None:
-        _check_range(ids, self.limits.vocab_size, param=param)
+        check_range(ids, self.limits.vocab_size, param=param)
+
+    def _is_truncated(self, request: GenerateRequest) -> bool:
+        return self.limits.auto_truncate or request.truncate_prompt_tokens is not None
 
     def _max_bytes(self, *, is_truncated: bool) -> int:
         fits = self.limits.max_model_len * self.tokenizer.bytes_per_token
@@ -177,6 +187,7 @@ class PromptEncoder:
         check_bytes(text, limit, where=where, max_model_len=self.limits.max_model_len)
 
     def _check_chat(self, prompt: ChatPrompt) -> None:
+        self._pictures.check(prompt)
         parts = (prompt.messages, prompt.tools, prompt.variables)
         num_bytes = sum(len(part or b"") for part in parts)
         fits = self.limits.max_model_len * self.tokenizer.bytes_per_token
@@ -215,109 +226,3 @@ class PromptEncoder:
         if self._plain is not None and mark is not None:
             return self._plain.encode(text, mark, with_special=with_special)
         return self.tokenizer.encode(text, with_special=with_special)
-
-
-def end_ids(tokenizer: TextTokenizer, sampling: SamplingParams) -> tuple[int, ...]:
-    """Returns the ids that end an output. Both text actors call this, so that they agree.
-
-    With a grammar `ignore_eos` has no effect: eos must end the output when the grammar is complete.
-    """
-    ignores_eos = sampling.ignore_eos and sampling.grammar is None
-    eos_ids = () if ignores_eos else tokenizer.eos_ids
-    return tuple(dict.fromkeys((*eos_ids, *sampling.stop_token_ids)))
-
-
-def truncate(ids: list[int], request: GenerateRequest, limits: PromptLimits) -> list[int]:
-    """Returns the last or first `truncate_prompt_tokens` ids; -1 keeps as many as leave room for
-    the output, which is one token without max_tokens.
-    """
-    kept = request.truncate_prompt_tokens
-    if kept is None:
-        return ids
-    if kept < 0:
-        max_tokens = request.sampling.max_tokens
-        kept = limits.max_model_len - (1 if max_tokens is None else max_tokens)
-    return (ids[:kept] if request.truncates_end else ids[-kept:]) if kept > 0 else ids
-
-
-def resolve_lengths(
-    request: GenerateRequest, prompt_len: int, limits: PromptLimits
-) -> SamplingParams:
-    """Sets max_tokens to the model's default if the request has none. Raises if the prompt and the
-    output do not fit in the context.
-    """
-    sampling = request.sampling
-    where = "messages" if isinstance(request.prompt, ChatPrompt) else "prompt"
-    room = limits.max_model_len - prompt_len
-    asked = sampling.max_tokens
-    max_tokens = _default_max_tokens(sampling, room, limits) if asked is None else asked
-    if max_tokens > room or (asked is None and room < 1):
-        raise ContextTooLong(
-            _too_long(prompt_len, asked, where=where, limit=limits.max_model_len),
-            param=where,
-        )
-    if sampling.min_tokens > max_tokens:
-        raise InvalidRequest(
-            f"min_tokens is {sampling.min_tokens}, more than max_tokens, which is {max_tokens}",
-            param="min_tokens",
-            code="integer_above_max_value",
-        )
-    return msgspec.structs.replace(sampling, max_tokens=max_tokens)
-
-
-def _default_max_tokens(sampling: SamplingParams, room: int, limits: PromptLimits) -> int:
-    if limits.max_new_tokens is None:
-        return room
-    return min(room, max(limits.max_new_tokens, sampling.min_tokens))
-
-
-def _too_long(prompt_len: int, max_tokens: int | None, *, where: str, limit: int) -> str:
-    """Returns the error text. NOTE: clients search for the phrase "maximum context length"."""
-    start = f"This model's maximum context length is {limit} tokens. However, "
-    if max_tokens is None:
-        return (
-            f"{start}your {where} has {prompt_len} tokens, which leaves no room for an answer. "
-            f"Please reduce the length of the {where}."
-        )
-    return (
-        f"{start}you requested {prompt_len + max_tokens} tokens ({prompt_len} in the {where}, "
-        f"{max_tokens} in the completion). Please reduce the length of the {where} or completion."
-    )
-
-
-def _check_ids(sampling: SamplingParams, limits: PromptLimits) -> None:
-    biased = [token_id for token_id, _ in sampling.logit_bias]
-    _check_range(biased, limits.vocab_size, param="logit_bias")
-    _check_range(sampling.stop_token_ids, limits.vocab_size, param="stop_token_ids")
-    _check_range(sampling.allowed_token_ids, limits.vocab_size, param="allowed_token_ids")
-
-
-def _check_can_sample(
-    sampling: SamplingParams,
-    ends: tuple[int, ...],
-    bad_words: tuple[tuple[int, ...], ...],
-    limits: PromptLimits,
-) -> None:
-    """Raises if bad words, min_tokens and allowed_token_ids could leave no token to sample."""
-    banned = {word[-1] for word in bad_words}
-    if sampling.min_tokens:
-        banned.update(ends)
-    allowed = sampling.allowed_token_ids
-    num_left = len({*allowed, *ends} - banned) if allowed else limits.vocab_size - len(banned)
-    if num_left < 1:
-        raise InvalidRequest(
-            "nothing could be sampled: all allowed tokens are bad words, or would end the output "
-            "before min_tokens",
-            param="bad_words" if bad_words else "allowed_token_ids",
-            code="nothing_allowed",
-        )
-
-
-def _check_range(ids: Sequence[int], vocab_size: int, *, param: str) -> None:
-    wrong = next((token_id for token_id in ids if not 0 <= token_id < vocab_size), None)
-    if wrong is not None:
-        raise InvalidRequest(
-            f"token id {wrong} is out of range: this model's ids are 0 to {vocab_size - 1}",
-            param=param,
-            code="token_id_out_of_range",
-        )

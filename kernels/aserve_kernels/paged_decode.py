@@ -1,7 +1,8 @@
 """Paged decode attention: one query per row, with the row's keys split among programs.
 
 This is Flash-Decoding (Dao et al., 2023): `_attend_splits` computes a softmax state for each split
-of a row's keys, `_merge_splits` merges them. paged_tiles.py explains both, and states the formula.
+of a row's keys, `merge_splits` merges them. paged_tiles.py explains both, and states the formula.
+The only query of a row is its last position, so it sees the same keys under every mask.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from torch import Tensor
 
 from aserve_kernels.paged_rows import PagedRows, Scoring, attend_ref
 from aserve_kernels.paged_tiles import (
+    CAUSAL,
+    LOG2_E,
     KvSplits,
     attend_keys,
     decode_tiles,
     empty_state,
     merge_states,
+    normalised,
     padded,
     score_factors,
 )
@@ -78,9 +82,10 @@ def paged_decode(
         num_stages=tiles.num_stages,
         **parts,
     )  # fmt: skip
-    _merge_splits[(num_rows, num_heads)](
-        split_accs, split_softmax, out, paged.lens, paged.cu_query_lens, scoring.value_scale,
-        NUM_HEADS=num_heads, AT_ONCE=min(MERGED_AT_ONCE, max_splits), num_warps=1, **parts,
+    merge_splits[(num_rows, num_heads)](
+        split_accs, split_softmax, out, paged.lens, paged.cu_query_lens, scoring.sinks,
+        scoring.value_scale, LOG2E=LOG2_E, NUM_HEADS=num_heads,
+        AT_ONCE=min(MERGED_AT_ONCE, max_splits), num_warps=1, **parts,
     )  # fmt: skip
 
 
@@ -116,7 +121,9 @@ def _attend_splits(
     if tl.load(cu_query_lens + row + 1) - token != 1:
         return
     kv_len = tl.load(lens + row).to(tl.int32)
-    first_key, split, num_splits = _splits(kv_len, WINDOW, BLOCK_N, MIN_SPLIT, IS_FIXED, MAX_SPLITS)
+    first_key, split, num_splits = splits_of(
+        kv_len, WINDOW, BLOCK_N, MIN_SPLIT, IS_FIXED, MAX_SPLITS
+    )
     pages = page_table + tl.load(rows + row).to(tl.int64) * table_stride
     group = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
@@ -128,9 +135,9 @@ def _attend_splits(
     for split_id in range(tl.program_id(2), num_splits, tl.num_programs(2)):
         first = first_key + split_id * split
         row_max, row_sum, acc = attend_keys(
-            query, positions, kv_len - 1, kv_len - 1, first, first + split, pages,
-            keys + kv_head * HEAD_DIM, values + kv_head * HEAD_DIM, factor, cap,
-            WINDOW, HAS_CAP, PAGE_SIZE, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_M, BLOCK_D,
+            query, positions, kv_len - 1, kv_len - 1, kv_len, lens, lens, first, first + split,
+            pages, keys + kv_head * HEAD_DIM, values + kv_head * HEAD_DIM, factor, cap,
+            WINDOW, CAUSAL, HAS_CAP, PAGE_SIZE, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_M, BLOCK_D,
             BLOCK_N,
         )  # fmt: skip
         index = (row * NUM_KV_HEADS * GROUP_SIZE + heads).to(tl.int64) * MAX_SPLITS + split_id
@@ -141,11 +148,12 @@ def _attend_splits(
 
 
 @triton.jit
-def _merge_splits(
+def merge_splits(
     split_accs: tl.tensor, split_softmax: tl.tensor, out: tl.tensor, lens: tl.tensor,
-    cu_query_lens: tl.tensor, value_scale: float, WINDOW: tl.constexpr, NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MIN_SPLIT: tl.constexpr,
-    IS_FIXED: tl.constexpr, MAX_SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
+    cu_query_lens: tl.tensor, sinks: tl.tensor | None, value_scale: float, LOG2E: tl.constexpr,
+    WINDOW: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, MIN_SPLIT: tl.constexpr, IS_FIXED: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Merges the splits of one head of one row, in order, and writes the output."""
     row = tl.program_id(0)
@@ -154,7 +162,7 @@ def _merge_splits(
     if tl.load(cu_query_lens + row + 1) - token != 1:
         return
     kv_len = tl.load(lens + row).to(tl.int32)
-    _, _, num_splits = _splits(kv_len, WINDOW, BLOCK_N, MIN_SPLIT, IS_FIXED, MAX_SPLITS)
+    _, _, num_splits = splits_of(kv_len, WINDOW, BLOCK_N, MIN_SPLIT, IS_FIXED, MAX_SPLITS)
     dims = tl.arange(0, BLOCK_D)[None, :]
     zero = tl.arange(0, 1)
     row_max, row_sum, acc = empty_state(1, BLOCK_D)
@@ -173,13 +181,14 @@ def _merge_splits(
             row_max, row_sum, acc = merge_states(
                 row_max, row_sum, acc, split_max, split_sum, split_acc
             )
-    result = acc / row_sum[:, None] * value_scale
+    has_head = zero == 0
+    result = normalised(row_max, row_sum, acc, sinks, head + zero, has_head, LOG2E) * value_scale
     index = (token * NUM_HEADS + head).to(tl.int64) * HEAD_DIM
     tl.store(out + index + dims, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
 @triton.jit
-def _splits(
+def splits_of(
     kv_len: tl.tensor, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, MIN_SPLIT: tl.constexpr,
     IS_FIXED: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip

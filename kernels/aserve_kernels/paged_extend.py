@@ -7,17 +7,23 @@ program finds the row and the block of queries that it computes on the device, b
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from aserve_kernels.paged_rows import PagedRows, Scoring, attend_ref
 from aserve_kernels.paged_tiles import (
+    LOG2_E,
+    TREE,
     KvSplits,
     attend_keys,
     empty_state,
     extend_tiles,
+    keys_end,
+    mask_kind,
     merge_states,
+    normalised,
     padded,
     score_factors,
 )
@@ -49,12 +55,19 @@ def paged_extend(
     if num_blocks == 0:
         return
     factor, cap = score_factors(scoring)
+    tree = paged.tree
+    seen, depths, seen_stride = paged.lens, paged.lens, 0  # not read without a tree
+    if tree is not None:
+        seen, depths, seen_stride = tree.seen.view(torch.uint8), tree.depths, tree.seen.stride(0)
     _attend_blocks[(num_blocks, num_kv_heads)](
         q, keys, values, out,
         paged.page_table, paged.rows, paged.lens, paged.cu_query_lens,
-        len(paged.rows), paged.page_table.stride(0), q.stride(0), q.stride(1),
-        factor, cap, scoring.value_scale,
+        seen, depths, len(paged.rows), seen_stride,
+        paged.page_table.stride(0), q.stride(0), q.stride(1),
+        factor, cap, scoring.sinks, scoring.value_scale,
+        LOG2E=LOG2_E,
         WINDOW=scoring.window or 0,
+        MASK=mask_kind(paged, scoring),
         HAS_CAP=scoring.softcap is not None,
         PAGE_SIZE=paged.page_size,
         NUM_KV_HEADS=num_kv_heads,
@@ -85,13 +98,15 @@ def paged_extend_ref(
     attend_ref(q, keys, values, paged, scoring, out=out, takes=lambda num: num > 1)
 
 
-# NOTE: unspecialised, since a kernel for exactly one row would be compiled while requests wait.
-@triton.jit(do_not_specialize=["num_rows"])
+# NOTE: unspecialised, since a kernel for one row or for trees of 16 nodes would be compiled while
+# requests wait.
+@triton.jit(do_not_specialize=["num_rows", "seen_stride"])
 def _attend_blocks(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, out: tl.tensor, page_table: tl.tensor,
-    rows: tl.tensor, lens: tl.tensor, cu_query_lens: tl.tensor, num_rows: int, table_stride: int,
-    q_token_stride: int, q_head_stride: int, factor: float, cap: float, value_scale: float,
-    WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    rows: tl.tensor, lens: tl.tensor, cu_query_lens: tl.tensor, seen: tl.tensor, depths: tl.tensor,
+    num_rows: int, seen_stride: int, table_stride: int, q_token_stride: int, q_head_stride: int,
+    factor: float, cap: float, sinks: tl.tensor | None, value_scale: float, LOG2E: tl.constexpr,
+    WINDOW: tl.constexpr, MASK: tl.constexpr, HAS_CAP: tl.constexpr, PAGE_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -107,13 +122,15 @@ def _attend_blocks(
     if (query_len == 1) | (start >= query_len):
         return
     stop = tl.minimum(start + QUERIES, query_len)
-    prefix_len = tl.load(lens + row).to(tl.int32) - query_len
+    kv_len = tl.load(lens + row).to(tl.int32)
+    prefix_len = kv_len - query_len
     pages = page_table + tl.load(rows + row).to(tl.int64) * table_stride
     query_rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     offsets = start + query_rows // GROUP_SIZE
     is_query = (query_rows < QUERIES * GROUP_SIZE) & (offsets < stop)
-    positions = prefix_len + tl.minimum(offsets, stop - 1)
+    nodes = row_start + tl.minimum(offsets, stop - 1)
+    positions = prefix_len - row_start + nodes
     tokens = (row_start + offsets).to(tl.int64)
     heads = kv_head * GROUP_SIZE + query_rows % GROUP_SIZE
     in_bounds = is_query[:, None] & (dims < HEAD_DIM)[None, :]
@@ -121,29 +138,35 @@ def _attend_blocks(
     queries = tl.load(q + indices, mask=in_bounds, other=0.0)
     first_query = prefix_len + start
     last_query = prefix_len + stop - 1
+    if MASK == TREE:
+        first_query = prefix_len
+        positions = prefix_len + tl.load(depths + nodes).to(tl.int32)
+        seen += nodes.to(tl.int64) * seen_stride
+        depths += row_start
+    key_end = keys_end(last_query, kv_len, WINDOW, MASK)
     first_key = first_query * 0
     if WINDOW > 0:
         first_key = tl.maximum(0, first_query - WINDOW + 1) // BLOCK_N * BLOCK_N
     if SPLIT == 0:
         row_max, row_sum, acc = attend_keys(
-            queries, positions, first_query, last_query, first_key, last_query + 1, pages,
-            keys + kv_head * HEAD_DIM, values + kv_head * HEAD_DIM, factor, cap,
-            WINDOW, HAS_CAP, PAGE_SIZE, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_M, BLOCK_D,
+            queries, positions, first_query, last_query, kv_len, seen, depths, first_key, key_end,
+            pages, keys + kv_head * HEAD_DIM, values + kv_head * HEAD_DIM, factor, cap,
+            WINDOW, MASK, HAS_CAP, PAGE_SIZE, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_M, BLOCK_D,
             BLOCK_N,
         )  # fmt: skip
     else:
         row_max, row_sum, acc = empty_state(BLOCK_M, BLOCK_D)
-        for first in range(first_key // SPLIT * SPLIT, last_query + 1, SPLIT):
+        for first in range(first_key // SPLIT * SPLIT, key_end, SPLIT):
             split_max, split_sum, split_acc = attend_keys(
-                queries, positions, first_query, last_query, first, first + SPLIT, pages,
-                keys + kv_head * HEAD_DIM, values + kv_head * HEAD_DIM, factor, cap,
-                WINDOW, HAS_CAP, PAGE_SIZE, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_M, BLOCK_D,
-                BLOCK_N,
+                queries, positions, first_query, last_query, kv_len, seen, depths, first,
+                first + SPLIT, pages, keys + kv_head * HEAD_DIM, values + kv_head * HEAD_DIM,
+                factor, cap, WINDOW, MASK, HAS_CAP, PAGE_SIZE, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM,
+                BLOCK_M, BLOCK_D, BLOCK_N,
             )  # fmt: skip
             row_max, row_sum, acc = merge_states(
                 row_max, row_sum, acc, split_max, split_sum, split_acc
             )
-    result = acc / row_sum[:, None] * value_scale
+    result = normalised(row_max, row_sum, acc, sinks, heads, is_query, LOG2E) * value_scale
     indices = (tokens * (NUM_KV_HEADS * GROUP_SIZE) + heads) * HEAD_DIM
     indices = indices[:, None] + dims[None, :]
     tl.store(out + indices, result.to(out.dtype.element_ty), mask=in_bounds)

@@ -6,8 +6,9 @@ softmax over tiles of paged keys.
 #
 # Both kernels compute, for each query head h and query at position i of a row,
 #     out = sum_j w_j v_j / sum_j w_j,    w_j = exp(cap(scale * q k_j^T)),    i - window < j <= i
-# with cap(s) = softcap * tanh(s / softcap), or the identity. paged_decode.py serves rows with one
-# query, paged_extend.py rows with several (prefill, chunked prefill, verification).
+# with cap(s) = softcap * tanh(s / softcap), or the identity. Without a causal mask, the sum is over
+# |i - j| < window. paged_decode.py serves rows with one query, paged_extend.py rows with several
+# (prefill, chunked prefill, verification).
 #
 # Tiles. One program computes a block of BLOCK_M query rows of one KV head: the query heads that
 # share a KV head (grouped-query attention), for one query or several, padded to a power of two of
@@ -25,6 +26,11 @@ softmax over tiles of paged keys.
 # causal diagonal, and those at the edge of the sliding window. Tiles beyond both are not read, and
 # tiles between need no mask. A masked key is not read from memory either: its page may have been
 # given to another request, and NaN * 0 is NaN.
+#
+# Draft trees. The queries of a row may be the nodes of a tree. A node sees the keys before the
+# row's queries, its ancestors and itself. Ancestors come before it, so the keys of a block end
+# where they do without a tree; the tiles with keys of nodes are masked by a table [tokens,
+# query_len] that says which nodes a node sees. For the window, the position of a node is its depth.
 #
 # Splits (Flash-Decoding, 2023). A decode row has one query but may have thousands of keys, too much
 # for one program. Its keys are split; each split gives a state, and `merge_states`
@@ -47,8 +53,12 @@ import triton
 import triton.language as tl
 
 from aserve_kernels.dot import dot_add
-from aserve_kernels.paged_rows import Scoring
+from aserve_kernels.paged_rows import PagedRows, Scoring
 
+# The kinds of masks, besides windows.
+CAUSAL = tl.constexpr("causal")
+ALL = tl.constexpr("all")  # each query sees all keys of its row
+TREE = tl.constexpr("tree")
 LOG2_E = 1.4426950408889634
 MIN_DOT = 16  # the smallest side of a product on tensor cores
 MIN_FIXED_SPLIT = 1024
@@ -140,6 +150,11 @@ def padded(size: int) -> int:
     return max(MIN_DOT, 1 << (size - 1).bit_length())
 
 
+def mask_kind(paged: PagedRows, scoring: Scoring) -> str:
+    kind: tl.constexpr = CAUSAL if scoring.is_causal else ALL
+    return str((kind if paged.tree is None else TREE).value)
+
+
 def score_factors(scoring: Scoring) -> tuple[float, float]:
     """Returns the factor of q k^T, and the cap of the scores, 0 for none, in units of log2(e).
 
@@ -162,23 +177,60 @@ def empty_state(
 
 
 @triton.jit
+def normalised(
+    row_max: tl.tensor, row_sum: tl.tensor, acc: tl.tensor, sinks: tl.tensor | None,
+    heads: tl.tensor, has_head: tl.tensor, LOG2E: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The output of a softmax's state, [BLOCK_M, BLOCK_D]. A sink joins the sum like the score of a
+    key with the value zero. `heads` [BLOCK_M] are the heads of the query rows."""
+    if sinks is not None:
+        sink = tl.load(sinks + heads, mask=has_head, other=float("-inf")).to(tl.float32)
+        excess = sink * LOG2E - row_max
+        rescale = tl.exp2(-tl.maximum(excess, 0.0))
+        acc *= rescale[:, None]
+        row_sum = row_sum * rescale + tl.exp2(tl.minimum(excess, 0.0))
+    return acc / row_sum[:, None]
+
+
+@triton.jit
+def keys_end(
+    last_query: tl.tensor, kv_len: tl.tensor, WINDOW: tl.constexpr, MASK: tl.constexpr
+) -> tl.tensor:
+    """Returns the position behind the last key that some query up to `last_query` sees."""
+    end = last_query + 1
+    if MASK == ALL:
+        end = kv_len
+        if WINDOW > 0:
+            end = tl.minimum(kv_len, last_query + WINDOW)
+    return end
+
+
+@triton.jit
 def attend_keys(
     q: tl.tensor, positions: tl.tensor, first_query: tl.tensor, last_query: tl.tensor,
-    first: tl.tensor, last: tl.tensor, pages: tl.tensor, keys: tl.tensor, values: tl.tensor,
-    factor: float, cap: float, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, SLOT_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    kv_len: tl.tensor, seen: tl.tensor, depths: tl.tensor, first: tl.tensor, last: tl.tensor,
+    pages: tl.tensor, keys: tl.tensor, values: tl.tensor, factor: float, cap: float,
+    WINDOW: tl.constexpr, MASK: tl.constexpr, HAS_CAP: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Attends q [BLOCK_M, BLOCK_D] to keys first..last -> the softmax's state.
 
     `first` is a multiple of BLOCK_N. `positions` [BLOCK_M] are the queries', all within
     first_query..last_query. Tiles that all of these see whole need no mask, and keys that none of
-    them sees are not read.
+    them sees are not read. In a draft tree, first_query is the position of the row's first query,
+    `seen` [BLOCK_M] point to the queries' rows of the table, and `depths` to the depth of the row's
+    first query; otherwise neither is read.
     """
     row_max, row_sum, acc = empty_state(BLOCK_M, BLOCK_D)
     low = 0
-    last = tl.minimum(last, last_query + 1)
+    last = tl.minimum(last, keys_end(last_query, kv_len, WINDOW, MASK))
     full_first = first
+    full_end = first_query + 1
+    if MASK == TREE:
+        full_end = first_query
+    if MASK == ALL:
+        full_end = keys_end(first_query, kv_len, WINDOW, MASK)
     if WINDOW > 0:
         low = tl.maximum(0, first_query - WINDOW + 1)
         all_visible_from = tl.maximum(0, last_query - WINDOW + 1)
@@ -186,32 +238,32 @@ def attend_keys(
             first, tl.minimum(last, tl.cdiv(all_visible_from, BLOCK_N) * BLOCK_N)
         )
         row_max, row_sum, acc = _attend_tiles(
-            q, positions, low, first, full_first, pages, keys, values, factor, cap,
-            row_max, row_sum, acc, WINDOW, HAS_CAP, PAGE_SIZE, SLOT_STRIDE, HEAD_DIM, BLOCK_D,
-            BLOCK_N,
-            True,
+            q, positions, first_query, seen, depths, low, first, full_first, pages, keys, values,
+            factor, cap, row_max, row_sum, acc, WINDOW, MASK, HAS_CAP, PAGE_SIZE, SLOT_STRIDE,
+            HEAD_DIM, BLOCK_D, BLOCK_N, True,
         )  # fmt: skip
-    full_last = tl.maximum(full_first, tl.minimum(last, first_query + 1) // BLOCK_N * BLOCK_N)
+    full_last = tl.maximum(full_first, tl.minimum(last, full_end) // BLOCK_N * BLOCK_N)
     row_max, row_sum, acc = _attend_tiles(
-        q, positions, low, full_first, full_last, pages, keys, values, factor, cap,
-        row_max, row_sum, acc, WINDOW, HAS_CAP, PAGE_SIZE, SLOT_STRIDE, HEAD_DIM, BLOCK_D, BLOCK_N,
-        False,
+        q, positions, first_query, seen, depths, low, full_first, full_last, pages, keys, values,
+        factor, cap, row_max, row_sum, acc, WINDOW, MASK, HAS_CAP, PAGE_SIZE, SLOT_STRIDE, HEAD_DIM,
+        BLOCK_D, BLOCK_N, False,
     )  # fmt: skip
     row_max, row_sum, acc = _attend_tiles(
-        q, positions, low, full_last, last, pages, keys, values, factor, cap,
-        row_max, row_sum, acc, WINDOW, HAS_CAP, PAGE_SIZE, SLOT_STRIDE, HEAD_DIM, BLOCK_D, BLOCK_N,
-        True,
+        q, positions, first_query, seen, depths, low, full_last, last, pages, keys, values,
+        factor, cap, row_max, row_sum, acc, WINDOW, MASK, HAS_CAP, PAGE_SIZE, SLOT_STRIDE, HEAD_DIM,
+        BLOCK_D, BLOCK_N, True,
     )  # fmt: skip
     return row_max, row_sum, acc
 
 
 @triton.jit
 def _attend_tiles(
-    q: tl.tensor, positions: tl.tensor, low: tl.tensor, first: tl.tensor, last: tl.tensor,
-    pages: tl.tensor, keys: tl.tensor, values: tl.tensor, factor: float, cap: float,
-    row_max: tl.tensor, row_sum: tl.tensor, acc: tl.tensor, WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, PAGE_SIZE: tl.constexpr, SLOT_STRIDE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, IS_MASKED: tl.constexpr,
+    q: tl.tensor, positions: tl.tensor, first_query: tl.tensor, seen: tl.tensor, depths: tl.tensor,
+    low: tl.tensor, first: tl.tensor, last: tl.tensor, pages: tl.tensor, keys: tl.tensor,
+    values: tl.tensor, factor: float, cap: float, row_max: tl.tensor, row_sum: tl.tensor,
+    acc: tl.tensor, WINDOW: tl.constexpr, MASK: tl.constexpr, HAS_CAP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, SLOT_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, IS_MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     dims = tl.arange(0, BLOCK_D)
     for tile in range(first, last, BLOCK_N):
@@ -232,10 +284,9 @@ def _attend_tiles(
         if HAS_CAP:
             scores = cap * (1 - 2 / (1 + tl.exp2(scores)))
         if IS_MASKED:
-            distance = positions[:, None] - key_positions[None, :]
-            is_visible = distance >= 0
-            if WINDOW > 0:
-                is_visible = is_visible & (distance < WINDOW)
+            is_visible = _sees(
+                positions, key_positions, first_query, last, seen, depths, WINDOW, MASK
+            )
             scores = tl.where(is_visible, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -246,6 +297,31 @@ def _attend_tiles(
         acc = dot_add(acc * rescale[:, None], weights.to(q.dtype), v)
         row_max = new_max
     return row_max, row_sum, acc
+
+
+@triton.jit
+def _sees(
+    positions: tl.tensor, key_positions: tl.tensor, first_query: tl.tensor, last: tl.tensor,
+    seen: tl.tensor, depths: tl.tensor, WINDOW: tl.constexpr, MASK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Returns which queries see which keys of a tile that ends before `last`."""
+    distance = positions[:, None] - key_positions[None, :]
+    is_visible = distance >= 0
+    if MASK == ALL:
+        is_visible = (key_positions < last)[None, :] & (distance == distance)
+        distance = tl.abs(distance)
+    if MASK == TREE:
+        nodes = key_positions - first_query
+        is_node = (nodes >= 0) & (key_positions < last)
+        is_seen = tl.load(seen[:, None] + nodes[None, :], mask=is_node[None, :], other=0) != 0
+        is_visible = is_seen | (nodes < 0)[None, :]
+        if WINDOW > 0:
+            depth = tl.load(depths + nodes, mask=is_node, other=0).to(tl.int32)
+            logical = tl.where(is_node, first_query + depth, key_positions)
+            distance = positions[:, None] - logical[None, :]
+    if WINDOW > 0:
+        is_visible = is_visible & (distance < WINDOW)
+    return is_visible
 
 
 @triton.jit

@@ -5,7 +5,7 @@ The engine writes the tables, and the sampling kernels read single columns of th
 
 from __future__ import annotations
 
-INT_COLUMNS = ("seed", "top_k", "prompt_len", "lora_slot")
+INT_COLUMNS = ("seed", "top_k", "prompt_len", "lora_slot", "namespace", "share")
 FLOAT_COLUMNS = (
     "temperature",
     "top_p",

@@ -20,18 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-
-@dataclass(frozen=True, slots=True)
-class Histories:
-    """The tokens of n rows. Each has `lens` tokens in the pool, and then its root."""
-
-    page_table: Tensor  # int64 [max_rows + 1, pages]
-    token_pool: Tensor  # int32 [slots]
-    page_size: int
-    rows: Tensor  # int64 [n]
-    lens: Tensor  # int64 [n]
-    roots: Tensor  # int64 [n]
-    max_len: int  # an upper bound of lens + 1
+from aserve_kernels.histories import Histories
+from aserve_kernels.shared_table import TORCH_SHARED_TABLE, SharedTableOps
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +41,12 @@ class Texts:
     num_outputs: Tensor  # int64 [n], the root included
 
 
-def continue_history_ref(histories: Histories, window: MatchWindow, num_drafts: int) -> Tensor:
-    """Returns the tokens after the latest of the longest matches, int64 [n, num_drafts]. A match
-    that reaches the end of the history goes on periodically. Without a match the root repeats.
+def continue_history_ref(
+    histories: Histories, window: MatchWindow, num_drafts: int
+) -> tuple[Tensor, Tensor]:
+    """Returns the tokens after the latest of the longest matches, int64 [n, num_drafts], and the
+    lengths of the matches, int64 [n]. A match that reaches the end of the history goes on
+    periodically. Without a match the root repeats, and the length is 0.
     """
     lens = histories.lens[:, None]
     tokens = _tokens(histories)
@@ -63,8 +56,9 @@ def continue_history_ref(histories: Histories, window: MatchWindow, num_drafts: 
     steps = torch.arange(num_drafts, device=tokens.device)
     ahead = 1 + steps % (lens - ends[:, None]).clamp(min=1)
     drafts = tokens.gather(1, (ends[:, None] + ahead).clamp(max=tokens.shape[1] - 1))
-    is_match = lengths[:, None] >= window.shortest
-    return torch.where(is_match, drafts, histories.roots[:, None])
+    is_match = lengths >= window.shortest
+    drafts = torch.where(is_match[:, None], drafts, histories.roots[:, None])
+    return drafts, torch.where(is_match, lengths, 0)
 
 
 def continue_text_ref(
@@ -124,16 +118,17 @@ def _longest_match(
 
 
 # The signatures of the two references.
-ContinueHistory: TypeAlias = Callable[[Histories, MatchWindow, int], Tensor]
+ContinueHistory: TypeAlias = Callable[[Histories, MatchWindow, int], tuple[Tensor, Tensor]]
 ContinueText: TypeAlias = Callable[[Histories, Texts, MatchWindow, int], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class SuffixMatch:
-    """The two operators as a device has them."""
+    """The operators that look up drafts, as a device has them."""
 
     history: ContinueHistory = continue_history_ref
     text: ContinueText = continue_text_ref
+    shared: SharedTableOps = TORCH_SHARED_TABLE
 
 
 TORCH_SUFFIX_MATCH = SuffixMatch()

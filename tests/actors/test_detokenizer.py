@@ -143,6 +143,20 @@ def test_a_stop_string_cuts_text_usage_and_logprobs_at_the_same_token(cuts: list
     assert bench.cancels == [Cancel("r", 0, len(bench.token_ids), "stop")]
 
 
+@given(st.lists(st.integers(0, len(IDS)), max_size=6))
+def test_b10_drafts_behind_a_stop_string_do_not_count_as_accepted(cuts: list[int]) -> None:
+    """Every output is a window whose last token was drawn, and whose others are accepted drafts."""
+    borders = [0, *sorted({*cuts, len(IDS)} - {0})]
+    bench = Bench()
+    bench.handle(opened(stop=("한국어",)))
+    for a, b in itertools.pairwise(borders):
+        bench.handle(output(IDS[a:b], a, num_drafts=max(b - a, 1)))
+    usage = bench.chunks[-1].usage
+    num_kept = sum(place not in borders for place in range(1, usage.completion_tokens + 1))
+    num_cut = len("한국어".encode())  # the tokens of the stop string itself
+    assert num_kept <= usage.accepted_tokens <= min(num_kept + num_cut, usage.completion_tokens)
+
+
 def run_of(token_ids: list[int]) -> RowLogprobs:
     """Logprobs that name their token: chosen -id, and one alternative more than asked for."""
     chosen = -np.array(token_ids, np.float32)

@@ -21,7 +21,8 @@ from aserve.messages.executor import SchedulerEvent
 from aserve.messages.output import DetokenizerEvent, Refused, Retired, StepOutput
 from aserve.messages.requests import AdmitRequest, Cancel, Grammar, SamplingParams
 from aserve.messages.results import StepFailed, StepResult
-from aserve.messages.step import ReceiveKv, Resync, Sample, ScheduleBatch
+from aserve.messages.step import Resync, Sample, ScheduleBatch
+from aserve.messages.transfers import ReceiveKv
 from aserve.observability.recording import Recorder
 from aserve.observability.reports import SchedulerTick
 from aserve.observability.trace import Trace

@@ -27,7 +27,8 @@ from aserve.messages.requests import (
     TokenizerEvent,
     TokenPrompt,
 )
-from aserve.text.prompt import Prepared, PromptEncoder, PromptLimits
+from aserve.text.lengths import PromptLimits
+from aserve.text.prompt import Prepared, PromptEncoder
 from tests.actors.alone import alone, received
 from tests.text.vocabularies import byte_level_tokenizer
 

@@ -16,7 +16,8 @@ TASK_HOMES = (
 )
 BROAD_EXCEPT_HOMES = (
     *("aserve/actors/base.py", "aserve/http/server.py", "aserve/http/streams/resumable.py"),
-    "aserve/gpu/executor.py",  # a failing step is a value, whatever it raised
+    # a failing step is a value, whatever it raised; a graph that fails is not captured
+    *("aserve/gpu/step_threads.py", "aserve/gpu/cudagraph/graphs.py"),
 )
 ENVIRONMENT_HOMES = ("aserve/config.py",)
 ENVIRONMENT_CALLS = ("os.environ", "os.getenv", "os.putenv")

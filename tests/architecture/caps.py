@@ -23,7 +23,8 @@ KERNEL_DECORATORS = (
 CORE_LINES = 8_000
 # The way of a request through one dense model, overlapped and streamed, on the CPU.
 CORE = (
-    "aserve/messages/*",
+    *(f"aserve/messages/{name}.py" for name in ("base", "executor", "output", "requests")),
+    *(f"aserve/messages/{name}.py" for name in ("results", "step")),
     *(f"aserve/{name}.py" for name in ("channel", "engine_core", "frontend", "request_stream")),
     *(f"aserve/actors/{name}.py" for name in ("base", "detokenizer", "scheduler", "tokenizer")),
     *(f"aserve/scheduling/{name}.py" for name in ("admit", "batch", "budget", "commit", "finish")),
@@ -33,10 +34,12 @@ CORE = (
     "aserve/cache/prefix_tree.py",
     *(f"aserve/text/{name}.py" for name in ("detokenize", "output", "prompt", "stop")),
     *(f"aserve/text/{name}.py" for name in ("template", "tokenizer")),
-    *(f"aserve/gpu/{name}.py" for name in ("executor", "runner", "waiter")),
+    *(f"aserve/gpu/{name}.py" for name in ("executor", "runner", "step_threads", "waiter")),
     *(f"aserve/gpu/step/{name}.py" for name in ("forward_batch", "future_map", "plan", "resolve")),
     *("aserve/gpu/step/results.py", "aserve/gpu/step/ticket.py"),
-    *("aserve/gpu/transfer/*", "aserve/gpu/decode/*", "aserve/gpu/kv/*", "aserve/gpu/layers/*"),
+    *("aserve/gpu/transfer/*", "aserve/gpu/decode/*", "aserve/gpu/kv/*"),
+    *(f"aserve/gpu/layers/{name}.py" for name in ("linear", "mlp", "norm", "ops", "rope")),
+    "aserve/gpu/layers/rope_scaling.py",
     *(f"aserve/gpu/sampling/{name}.py" for name in ("draw", "gumbel", "ops", "params", "plan")),
     "aserve/gpu/sampling/sampler.py",
     *(f"aserve/gpu/models/{name}.py" for name in ("base", "decoder", "decoder_spec")),

@@ -12,8 +12,9 @@ from tests.architecture.source import FUNCTIONS, Finding, Module, dotted, is_und
 FIRST = (
     "aserve.errors",
     "aserve.config",
-    "aserve.option",
+    "aserve.options.option",
     "aserve.messages",
+    "aserve.picture",
     "aserve.channel",
     "aserve.frames",
     "aserve.observability",
@@ -48,7 +49,10 @@ class Reach:
 ANYTHING = Reach()
 BORDER = Reach(aserve=FIRST, packages=PLAIN)
 # What loads or runs a model.
-DEVICE = (*PLAIN, "torch", "triton", "flashinfer", "safetensors", "huggingface_hub", "transformers")
+DEVICE = (
+    *(*PLAIN, "torch", "triton", "flashinfer", "mlx"),
+    *("safetensors", "huggingface_hub", "transformers"),
+)
 
 REACH = {
     "aserve.__init__": Reach(aserve=(), packages=()),
@@ -62,21 +66,29 @@ REACH = {
     "aserve.program": ANYTHING,
     "aserve.server": ANYTHING,
     "aserve.processes": ANYTHING,
+    "aserve.router": Reach(
+        aserve=(*FIRST, "aserve.http", "aserve.host", "aserve.processes", "aserve.program"),
+        packages=(*PLAIN, "aiohttp", "rich", "yarl"),
+    ),
+    "aserve.parallel": ANYTHING,
     "aserve.progress": Reach(aserve=(), packages=("rich",)),
     "aserve.bench": ANYTHING,
     "aserve.tiny": ANYTHING,
     "aserve.errors": BORDER,
     "aserve.config": Reach(
         aserve=(
-            *(*FIRST, "aserve.gpu.attention.registry", "aserve.gpu.spec.registry"),
-            "aserve.parsers.registry",
+            *(*FIRST, "aserve.gpu.attention.registry", "aserve.gpu.diffusion.registry"),
+            *("aserve.gpu.spec.registry", "aserve.parsers.registry"),
         ),
         packages=(*PLAIN, "yaml"),
     ),
-    "aserve.option": BORDER,
-    "aserve.foreign_flags": Reach(aserve=(*FIRST, "aserve.speculative_config"), packages=PLAIN),
-    "aserve.speculative_config": Reach(aserve=(*FIRST, "aserve.gpu.spec.registry"), packages=PLAIN),
+    "aserve.options": Reach(aserve=(*FIRST, "aserve.gpu.spec.registry"), packages=PLAIN),
+    "aserve.disagg": Reach(aserve=(*FIRST, "aserve.actors", "aserve.host"), packages=PLAIN),
+    "aserve.measure_steps": Reach(
+        aserve=(*FIRST, "aserve.progress", "aserve.scheduling"), packages=PLAIN
+    ),
     "aserve.messages": BORDER,
+    "aserve.picture": Reach(aserve=(), packages=PLAIN, not_stdlib=IMPURE),
     "aserve.channel": BORDER,
     "aserve.frames": BORDER,
     "aserve.host": Reach(aserve=FIRST, packages=("uvloop", "huggingface_hub")),
@@ -86,13 +98,20 @@ REACH = {
     ),
     "aserve.unread": BORDER,
     "aserve.health": BORDER,
-    "aserve.heap": Reach(aserve=(), packages=()),
+    "aserve.host.heap": Reach(aserve=(), packages=()),
     "aserve.observability": BORDER,
     "aserve.observability.tracing": Reach(aserve=FIRST, packages=(*PLAIN, "opentelemetry")),
     "aserve.cache": Reach(aserve=FIRST, packages=PLAIN, not_stdlib=IMPURE),
     "aserve.scheduling": Reach(aserve=(*FIRST, "aserve.cache"), packages=PLAIN, not_stdlib=IMPURE),
+    "aserve.pictures": Reach(aserve=FIRST, packages=(*PLAIN, "PIL", "yarl")),
+    "aserve.pictures.fetch": Reach(
+        aserve=(*FIRST, "aserve.pictures"), packages=(*PLAIN, "aiohttp", "yarl")
+    ),
     "aserve.text": Reach(
-        aserve=(*FIRST, "aserve.cache.prefix_tree", "aserve.parsers.registry"),
+        aserve=(
+            *(*FIRST, "aserve.cache.prefix_tree", "aserve.parsers.registry"),
+            "aserve.pictures",
+        ),
         packages=(*PLAIN, "tokenizers", "transformers", "jinja2"),
     ),
     "aserve.parsers": Reach(
@@ -100,23 +119,29 @@ REACH = {
     ),
     "aserve.grammar": Reach(aserve=FIRST, packages=(*PLAIN, "xgrammar")),
     "aserve.actors": Reach(
-        aserve=(*FIRST, "aserve.scheduling", "aserve.text", "aserve.grammar", "aserve.host"),
+        aserve=(
+            *(*FIRST, "aserve.scheduling", "aserve.text", "aserve.grammar", "aserve.host"),
+            "aserve.pictures.fetch",
+        ),
         packages=PLAIN,
     ),
     "aserve.http": Reach(
         aserve=(
             *(*FIRST, "aserve.request_stream", "aserve.unread", "aserve.text", "aserve.parsers"),
             *("aserve.batches", "aserve.receipts", "aserve.amendments"),
-            "aserve.grammar.source_limits",
+            *("aserve.grammar.source_limits", "aserve.pictures.fetch"),
         ),
         packages=(*PLAIN, "aiohttp"),
     ),
     "aserve.receipts": Reach(aserve=(*FIRST, "aserve.host.threads"), packages=PLAIN),
-    "aserve.verify": ANYTHING,
+    "aserve.receipts.verify": ANYTHING,
     "aserve.selftest": Reach(aserve=FIRST, packages=(*PLAIN, "aiohttp", "rich")),
     "aserve.batches": Reach(aserve=(*FIRST, "aserve.actors.base"), packages=PLAIN),
     "aserve.gpu": Reach(
-        aserve=(*FIRST, "aserve.cache.layout", "aserve.host", "aserve.progress", "aserve_kernels"),
+        aserve=(
+            *(*FIRST, "aserve.cache.layout", "aserve.host", "aserve.progress", "aserve_kernels"),
+            "aserve.parallel.topology",
+        ),
         packages=DEVICE,
     ),
     "aserve_kernels": Reach(aserve=(), packages=("torch", "numpy", "triton")),

@@ -20,10 +20,11 @@ from aserve.bench.kernels import measure, run
 from aserve.bench.options import KernelsOptions
 from aserve.cli import main
 from aserve.config import Facts, Raw, resolve
-from aserve.option import options_of
+from aserve.options.option import options_of
 from aserve.tiny import MODEL_DIR
 from tests.architecture.source import ROOT
 from tests.bench.last_line import Captured, figures_of
+from tools.train_models.folder import MODELS_DIR, complete_folder
 
 OFFLINE = ("offline", "--num-prompts", "3", "--input-len", "20", "--output-len", "4")
 
@@ -50,6 +51,7 @@ def test_help_shows_every_option_of_the_bench_with_its_text(
         ("host-step --ros 16", "unknown option --ros; did you mean --rows?"),
         ("host-step --rows 16,x", "--rows 16,x: must be positive integers"),
         ("speculate", "--algorithms : must be among"),
+        ("verify", "name the drafter of the windows with --speculative-algorithm"),
         ("host-step --steps 0", "--steps 0: must be an integer, 1 or more"),
         ("overlap-sim --processes 1,3", "--processes 1,3: must be 1, 2 or 1,2"),
         ("overlap-sim --step-ms 2,0", "--step-ms 2,0: must be positive numbers"),
@@ -76,18 +78,33 @@ def test_a_user_error_is_one_line_and_exit_code_2(
 # A server in two processes shows what one in this process does, but for how it is launched.
 PROCESSES = "1,2" if os.environ.get("ASERVE_TEST_PROFILE") == "large" else "2"
 SMALL_RUNS = {
+    "grouped": (
+        *("--tokens", "1,3", "--experts", "4", "--top-k", "2", "--hidden", "16"),
+        *("--intermediate", "32", "--repeats", "2", "--dtype", "float32"),
+    ),
     "host-step": ("--rows", "4,8", "--steps", "20", "--repeats", "2"),
     "relay": ("--rows", "2", "--steps", "5", "--repeats", "2"),
+    "route": ("--requests", "4", "--streams", "2", "--chunks", "5", "--groups", "0"),
     "overlap-sim": ("--rows", "2", "--steps", "4", "--step-ms", "1", "--processes", PROCESSES),
     "one-batch": ("--batch-sizes", "1,3", "--input-lens", "20", "--output-len", "4"),
-    "speculate": ("--algorithms", "NGRAM", "--rows", "1,2", "--output-len", "20", "--repeats", "1"),
+    "speculate": (
+        *("--algorithms", "NGRAM", "--rows", "1,2", "--output-len", "20", "--repeats", "1"),
+        *("--task", "code"),
+    ),
+    "verify": (
+        *("--speculative-algorithm", "NGRAM", "--rows", "1,2", "--output-len", "20"),
+        *("--repeats", "1"),
+    ),
 }
 SERIES = {
+    "grouped": "us",
     "host-step": "rows",
     "relay": "idle",
+    "route": "requests_per_s",
     "overlap-sim": "busy_two_processes",
     "one-batch": "batches",
     "speculate": "batches",
+    "verify": "batches",
 }
 
 
@@ -111,8 +128,24 @@ def test_an_offline_load_counts_requests_times_tokens_and_nothing_comes_from_the
     for one in figures["runs"]:
         assert (one["completed"], one["failed"]) == (3, 0)
         assert (one["total_input_tokens"], one["total_output_tokens"]) == (3 * 20, 3 * 4)
+        assert one["tokens_per_decode"] == 1
     assert figures["cached_tokens"] == 0
     assert figures["output_throughput"] > 0
+
+
+@pytest.mark.slow
+def test_an_offline_load_counts_the_tokens_of_a_pass_over_a_block(
+    capsys: Captured, tmp_path: Path
+) -> None:
+    """Every pass counts. A threshold of 0 fills each block of 8 tokens in one pass."""
+    folder = complete_folder(MODELS_DIR / "dllm", tmp_path / "dllm")
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("threshold: 0\n")
+    load = ("offline", "--num-prompts", "3", "--input-len", "16", "--output-len", "80")
+    options = ("--model", str(folder), "--dllm-algorithm-config", str(settings))
+    figures = figures_of(capsys, *load, *options, "--repeats", "1")
+    assert figures["total_output_tokens"] == 3 * 80
+    assert figures["tokens_per_decode"] == 8
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ class ServerProcess:
     """
 
     def __init__(self, *options: str, arguments: list[str] | None = None) -> None:
-        defaults = ("--port", "0", "--grammar-workers", "0")
+        defaults = ("--port", "0", "--grammar-workers", "0", "--seed", "0")
         self._arguments = arguments or command("serve", *defaults, *options)
         self.address = ""
 

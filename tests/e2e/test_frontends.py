@@ -140,7 +140,7 @@ async def until(
             values = {name: float(value) for name, value in pairs}
             if condition(values):
                 return values
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
 
 
 async def test_an_engine_that_is_killed_changes_no_stream_of_any_frontend(
@@ -250,6 +250,27 @@ async def test_a_pause_and_a_flush_hold_in_all_frontends(client: aiohttp.ClientS
     assert hits == (NUM_STREAMS - 1) * page_tokens, "all frontends share the new namespace"
 
 
+async def test_a_prediction_counts_whichever_frontend_it_comes_by(
+    client: aiohttp.ClientSession,
+) -> None:
+    async def ask(**more: Any) -> tuple[str, dict[str, Any]]:
+        """Returns the text and the usage."""
+        body = BODY | {"seed": 8, "max_tokens": 40} | more
+        async with client.post(URL, json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            by_frontend.add("." in answer.headers["X-Request-Id"])
+            found = await answer.json()
+        return found["choices"][0]["text"], found["usage"]
+
+    by_frontend: set[bool] = set()
+    text, _ = await ask()
+    by_frontend.clear()
+    while len(by_frontend) < 2:
+        again, usage = await ask(prediction={"type": "content", "content": text})
+        assert again == text
+        assert usage["completion_tokens_details"]["accepted_prediction_tokens"] > 30
+
+
 async def test_new_weights_hold_in_all_frontends(
     client: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
@@ -309,10 +330,9 @@ async def test_streams_of_all_frontends_go_on_after_a_sleep_of_the_engine(
     assert (await get(client, "/readyz"))[1]["status"] == "sleeping"
     assert (await get(client, "/is_sleeping", headers=ROOT))[1]["is_sleeping"]
     assert not (await post("/resume_memory_occupation"))["is_sleeping"]
-    texts = [await read(stream) for stream in streams]
-    assert texts == [
-        await read(await begin(client, stream.seed, max_tokens=300)) for stream in streams
-    ]
+    texts = await asyncio.gather(*map(read, streams))
+    again = [await begin(client, stream.seed, max_tokens=300) for stream in streams]
+    assert await asyncio.gather(*map(read, again)) == texts
     assert (await until_idle(client))["aserve_engine_restarts_total"] == restarts
 
 

@@ -9,7 +9,13 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+import torch
 from openai import AsyncOpenAI
+
+from aserve.text.load import load_tokenizer
+from aserve.tiny import MODEL_DIR
+from tests.e2e.served import served
+from tests.parity.real_model import options
 
 pytestmark = pytest.mark.slow
 
@@ -90,6 +96,7 @@ async def test_labels_have_their_probabilities_after_each_prompt(
     [
         ("rerank", {"query": "x", "documents": []}, "documents"),
         ("rerank", {"query": "x", "documents": ["x"], "top_n": -1}, "top_n"),
+        ("rerank", {"query": "x", "documents": ["x"], "instruct": "Find."}, "instruct"),
         ("score", {"text_1": ["x", "y"], "text_2": ["x", "y", "z"]}, "text_1"),
         ("score", {"text_1": "x"}, "text_2"),
         ("score", {"query": "x", "items": ["x"], "label_token_ids": []}, "label_token_ids"),
@@ -103,3 +110,47 @@ async def test_what_cannot_be_scored_is_refused(
     with pytest.raises(openai.BadRequestError) as refused:
         await post(client, path, **body)
     assert refused.value.param == param
+
+
+async def test_a_reranker_that_generates_scores_by_the_logits_of_yes_and_no() -> None:
+    """The prompts are those of Qwen3-Reranker's card, and the logits those of transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
+    encode = load_tokenizer(MODEL_DIR).encode
+    labels = [encode(label, with_special=False) for label in ("yes", "no")]
+    default = "Given a web search query, retrieve relevant passages that answer the query"
+
+    def expected(document: str, instruct: str = default) -> float:
+        prompt = (
+            "<|im_start|>system\nJudge whether the Document meets the requirements based on the "
+            'Query and the Instruct provided. Note that the answer can only be "yes" or "no".'
+            f"<|im_end|>\n<|im_start|>user\n<Instruct>: {instruct}\n<Query>: {QUERY}\n"
+            f"<Document>: {document}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+        )
+        with torch.inference_mode():
+            logits = model(torch.tensor([encode(prompt, with_special=False)])).logits[0, -1]
+        return float(logits[[ids[0] for ids in labels]].softmax(0)[0])
+
+    scores = [expected(document) for document in DOCUMENTS]
+    assert len({round(value, 3) for value in scores}) == len(DOCUMENTS)
+    resolved = options(port=0, dtype="float32", chat_template="qwen3-reranker")
+    async with served(resolved) as session:
+
+        async def ask(path: str, **body: Any) -> Any:
+            async with session.post(path, json=body) as answer:
+                return await answer.json()
+
+        scored = await ask("/v1/score", text_1=QUERY, text_2=DOCUMENTS)
+        ranked = await ask("/v1/rerank", query=QUERY, documents=DOCUMENTS, top_n=2)
+        told = await ask("/rerank", query=QUERY, documents=DOCUMENTS[:1], instruct="Find a fox.")
+        cut = await ask("/score", text_1=QUERY, text_2=DOCUMENTS, truncate_prompt_tokens=9)
+    assert [each["score"] for each in scored["data"]] == pytest.approx(scores, rel=1e-4)
+    order = np.argsort(scores)[::-1][:2].tolist()
+    assert [each["index"] for each in ranked["results"]] == order
+    assert ranked["results"][0]["relevance_score"] == pytest.approx(max(scores), rel=1e-4)
+    assert ranked["results"][0]["document"] == {"text": DOCUMENTS[order[0]]}
+    score = told["results"][0]["relevance_score"]
+    assert score == pytest.approx(expected(DOCUMENTS[0], "Find a fox."), rel=1e-4)
+    assert score != pytest.approx(scores[0], rel=1e-3)
+    assert cut["error"]["param"] == "truncate_prompt_tokens"

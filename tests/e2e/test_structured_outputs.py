@@ -95,7 +95,7 @@ def test_the_embedded_engine_takes_the_same_fields_and_leaves_no_worker() -> Non
         assert engine._frontend._running is not None
         core = engine._frontend._running.core
         assert isinstance(core, LocalEngineCore)
-        workers = list(core._library._workers._all)
+        workers = list(core.grammars._workers._all)
     assert all(conforms(json.loads(choice.text), PERSON) for choice in answer.choices)
     assert [choice.text for choice in pick.choices] == ["a b", "a b"]
     assert workers

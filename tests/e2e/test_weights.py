@@ -20,14 +20,18 @@ from safetensors.torch import load_file, save_file
 
 from aserve.tiny import MODEL_DIR
 from tests.e2e.served import ADMIN_KEY, served
+from tests.engine_device import CPU, engine_device
 from tests.fakes.lora_adapters import Recipe, write_adapter, write_merged
 from tests.parity.real_model import options
 
 PROMPT = [11, 40, 300, 7, 9, 512, 77, 1033, 61, 40, 300, 7, 9, 512, 77, 1033, 61, 8]
 SMALL: dict[str, Any] = {"num_pages": 64, "debug_checks": False}  # checks would not be fused
+# The CPU computes a token alike in steps of any shape. A device that does not needs float64.
+IS_CPU = engine_device() == CPU
+DTYPE = "float32" if IS_CPU else "float64"
 FORMATS = {
-    "fused": {"dtype": "float32"},
-    "per token, with adapters": {"dtype": "float32", "deterministic": True, "enable_lora": True},
+    "fused": {"dtype": DTYPE},
+    "per token, with adapters": {"dtype": DTYPE, "deterministic": IS_CPU, "enable_lora": True},
 }
 
 
@@ -98,7 +102,7 @@ BREAKAGES: tuple[tuple[Callable[[Path], object], str], ...] = (
 
 
 async def test_a_broken_checkpoint_changes_nothing(other: Path, tmp_path: Path) -> None:
-    async with serving(MODEL_DIR, dtype="float32") as client:
+    async with serving(MODEL_DIR, dtype=DTYPE) as client:
         before = await outputs(client)
         for number, (breakage, words) in enumerate(BREAKAGES):
             broken = tmp_path / str(number)
@@ -136,9 +140,9 @@ async def test_tensors_of_files_take_the_place_of_the_checkpoints_own(
 ) -> None:
     paths = halves(other, tmp_path)
     url = "/update_weights_from_tensor"
-    async with serving(other, dtype="float32") as fresh:
+    async with serving(other, dtype=DTYPE) as fresh:
         expected = await outputs(fresh)
-    async with serving(MODEL_DIR, dtype="float32") as client:
+    async with serving(MODEL_DIR, dtype=DTYPE) as client:
         before = await outputs(client)
         for path in (*paths, *paths):
             status, answer = await post(client, url, path=path, weight_version="t")
@@ -202,7 +206,7 @@ async def test_the_executors_steps_are_profiled_into_the_directory_of_the_option
 
 async def test_what_runs_ends_on_the_old_weights_or_is_aborted(other: Path) -> None:
     body: dict[str, Any] = {"model_path": str(other)}
-    async with serving(MODEL_DIR, dtype="float32") as client:
+    async with serving(MODEL_DIR, dtype=DTYPE) as client:
         long = (await outputs(client, 400))[:2]
         running = asyncio.ensure_future(outputs(client, 400))
         await until(client, "/load", lambda answer: answer["server_load"])

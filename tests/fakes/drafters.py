@@ -12,6 +12,8 @@ from aserve.gpu.decode.base import StepRunner
 from aserve.gpu.spec.base import AFTER_NORM, DraftRows, Drafts, Verified
 from aserve.gpu.spec.drafting import draw_drafts
 from aserve.gpu.spec.mode import Speculative
+from aserve.gpu.spec.registry import COUPLED
+from aserve.gpu.spec.rejection import verification_of
 from aserve.gpu.step.future_map import RelayField
 from aserve.gpu.step.resolve import DeviceStep
 from aserve.messages.step import DraftTree
@@ -19,27 +21,38 @@ from tests.fakes.hash_model import VOCAB
 
 
 class Stumbling:
-    """A chain, which is right at the positions that are not multiples of `every`."""
+    """A chain, which is right at the positions that are not multiples of `every`. Or, with a
+    `flatness` other than 1, drafts of a distribution that is not quite the target's."""
 
     def __init__(
-        self, max_drafts: int, *, every: int = 3, before_extend: Callable[[], None] = lambda: None
+        self,
+        max_drafts: int,
+        *,
+        every: int = 3,
+        flatness: float = 1.0,
+        before_extend: Callable[[], None] = lambda: None,
     ) -> None:
         self.max_drafts = max_drafts
         self.tree: DraftTree | None = None
         self.wants = AFTER_NORM
         self.fields: tuple[RelayField, ...] = ()
         self.key_lookahead = 0
-        self.num_forwards = 0
+        self.num_forwards = 1
         self._every = every
+        self._flatness = flatness
         self._before_extend = before_extend
 
     def draft(self, runner: StepRunner, rows: DraftRows) -> Drafts:
         token, drafts = rows.roots, []
         for depth in range(1, rows.num_drafts + 1):
             hidden = runner.forward(runner.init_forward(rows.tokens_at(depth - 1, token)))
-            token = draw_drafts(runner, runner.model.logits(hidden), rows, depth)
-            is_wrong = (rows.lens + depth) % self._every == 0
-            drafts.append(torch.where(is_wrong, (token + 1) % VOCAB, token))
+            logits = runner.model.logits(hidden) * self._flatness
+            token = draw_drafts(runner, logits, rows, depth)
+            if self._flatness == 1:
+                is_wrong = (rows.lens + depth) % self._every == 0
+                drafts.append(torch.where(is_wrong, (token + 1) % VOCAB, token))
+            else:
+                drafts.append(token)
         return Drafts(torch.stack(drafts, dim=1))
 
     def extend(
@@ -51,9 +64,15 @@ class Stumbling:
         return {}
 
 
-def speculative(drafter: Stumbling) -> Speculative:
+def speculative(drafter: Stumbling, method: str = COUPLED) -> Speculative:
     """The mode in which the target drafts for itself."""
-    mode = Speculative(drafter)
+    verification = verification_of(
+        method,
+        vocab_size=VOCAB,
+        max_drafts=drafter.max_drafts,
+        is_tree=drafter.tree is not None,
+    )
+    mode = Speculative(drafter, verification=verification)
     mode.num_forwards += drafter.max_drafts
     return mode
 
@@ -64,21 +83,20 @@ PLACES = ((2, 4), (1, 3))
 
 
 class StumblingTree(Stumbling):
-    """Two drafts of each depth, one of which is wrong. In a dynamic tree, its shape and the places
-    of the right drafts depend on the length of the row."""
+    """Two drafts of each depth, one of which is wrong. The shape of the tree and the places of the
+    right drafts depend on the length of the row."""
 
-    def __init__(self, *, is_dynamic: bool, every: int = 5) -> None:
+    def __init__(self, *, every: int = 5) -> None:
         super().__init__(4, every=every)
-        self.tree = DraftTree(max_depth=2) if is_dynamic else DraftTree(SHAPES[0])
-        self._is_dynamic = is_dynamic
+        self.tree = DraftTree(max_depth=2)
 
     def draft(self, runner: StepRunner, rows: DraftRows) -> Drafts:
         num_drafts = min(rows.num_drafts, 2)
         right = super().draft(runner, dataclasses.replace(rows, num_drafts=num_drafts)).tokens
         right = torch.nn.functional.pad(right, (0, 2 - num_drafts))
         wrong = (right + 1) % VOCAB
-        shape = rows.lens % 2 if self._is_dynamic else torch.zeros_like(rows.lens)
+        shape = rows.lens % 2
         places = torch.tensor(PLACES, device=shape.device)[shape]
         tokens = wrong.repeat_interleave(2, dim=1).scatter(1, places - 1, right)
         parents = torch.tensor(SHAPES, device=shape.device)[shape]
-        return Drafts(tokens, parents if self._is_dynamic else None)
+        return Drafts(tokens, parents)

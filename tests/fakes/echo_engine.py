@@ -42,7 +42,8 @@ from aserve.messages.requests import AdmitRequest, Amend, Cancel, EngineEvent, T
 from aserve.messages.results import PromptLogprobs, RowLogprobs
 from aserve.parsers.registry import NO_PARSERS, ParserNames
 from aserve.request_stream import Gateway
-from aserve.text.prompt import PromptEncoder, PromptLimits
+from aserve.text.lengths import PromptLimits
+from aserve.text.prompt import PromptEncoder
 from aserve.text.template import ChatTemplate
 from aserve.text.tokenizer import TextTokenizer
 from tests.text.vocabularies import byte_level_tokenizer

@@ -14,7 +14,7 @@ from typing import Any
 
 from aserve.errors import ErrorInfo, InvalidRequest
 from aserve.messages.executor import EngineSpec, GroupSpec, TokenFuture
-from aserve.messages.requests import EngineJob, LoadLora, LoadWeights
+from aserve.messages.requests import EngineJob, LoadLora, LoadWeights, Profile
 from aserve.messages.results import SampleResult, SeqLens, StepFailed, StepResult
 from aserve.messages.step import Resync, Sample, ScheduleBatch
 from tests.fakes.toy_device import FakeDevice
@@ -79,9 +79,10 @@ class FakeExecutor:
 
     async def run_job(self, job: EngineJob) -> ErrorInfo | None:
         """Refuses a path that says so."""
-        if not isinstance(job, LoadLora | LoadWeights):
-            return InvalidRequest("this executor only loads").info()
-        self.jobs.append(job)
+        if isinstance(job, LoadLora | LoadWeights):
+            self.jobs.append(job)
+        elif not isinstance(job, Profile):
+            return InvalidRequest("this executor only loads and profiles").info()
         return InvalidRequest("no adapter").info() if job.path == "broken" else None
 
     def close(self) -> None:

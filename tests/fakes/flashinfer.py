@@ -15,16 +15,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from aserve.gpu.attention.flashinfer.page_indices import CsrOps
 from aserve_kernels.kv_indices import kv_indices_ref
 from aserve_kernels.kv_indptr import kv_indptr_ref
+from aserve_kernels.packed_mask import packed_mask_ref
 
 INT_BYTES = 1 << 14
 # For the backend beside it: how pages are listed where no kernel of Triton runs.
-LISTED_IN_TORCH = CsrOps(kv_indptr_ref, kv_indices_ref)
+LISTED_IN_TORCH = CsrOps(kv_indptr_ref, kv_indices_ref, packed_mask_ref)
 
 
 @dataclass
@@ -93,10 +95,18 @@ class FakeWrapper:
     int_workspace: Tensor = field(init=False)
     pinned: Tensor = field(init=False)
     _cached_module: Planner = field(init=False)  # once it has planned
+    _custom_mask_buf: Tensor | None = None
+    _mask_indptr_buf: Tensor | None = None
 
     def __post_init__(self) -> None:
         room = torch.zeros(INT_BYTES, dtype=torch.uint8, device=self.workspace.device)
         self.reset_workspace_buffer(self.workspace, room)
+
+    @property
+    def mask(self) -> Bits | None:
+        if self._custom_mask_buf is None or self._mask_indptr_buf is None:
+            return None
+        return Bits(self._custom_mask_buf, self._mask_indptr_buf)
 
     def reset_workspace_buffer(self, workspace: Tensor, int_workspace: Tensor) -> None:
         assert workspace is self.workspace
@@ -142,14 +152,38 @@ class FakeWrapper:
         scaled = q * (plan.scale * (k_scale or 1.0))
         if self.static is not None:
             work = self.int_workspace.view(torch.int32)[: len(self.static.starts)]
-            _run_static(scaled, keys, values, plan, static=self.static, work=work, out=out)
+            _run_static(
+                scaled, keys, values, plan, static=self.static, work=work, out=out, mask=self.mask
+            )
         else:
-            sums = _run_rows(scaled, keys, values, plan, out=out)
+            sums = _run_rows(scaled, keys, values, plan, out=out, mask=self.mask)
         out.mul_(v_scale or 1.0)
         return (out, sums) if return_lse else out
 
 
-def _run_rows(q: Tensor, keys: Tensor, values: Tensor, plan: Recorded, *, out: Tensor) -> Tensor:
+@dataclass
+class Bits:
+    """A custom mask: that of a row begins at the byte that `starts` says."""
+
+    values: Tensor
+    starts: Tensor
+
+    def of(self, row: int, num_queries: int, num_keys: int, kv_len: int | Tensor) -> Tensor:
+        """bool [queries, keys]; keys from `kv_len` on are not seen."""
+        assert (self.values.dtype, self.starts.dtype) == (torch.uint8, torch.int32)
+        device = self.values.device
+        queries, keys = (
+            torch.arange(num_queries, device=device),
+            torch.arange(num_keys, device=device),
+        )
+        place = queries[:, None] * kv_len + keys
+        byte = self.values[(self.starts[row] + place // 8).clamp(max=len(self.values) - 1).long()]
+        return (byte >> (place % 8) & 1).bool() & (keys < kv_len)
+
+
+def _run_rows(
+    q: Tensor, keys: Tensor, values: Tensor, plan: Recorded, *, out: Tensor, mask: Bits | None
+) -> Tensor:
     """-> the logarithm of each query's sum of exponents, [queries, heads]."""
     sums = q.new_empty(q.shape[:2])
     cu_query_lens = plan.cu_query_lens
@@ -161,7 +195,9 @@ def _run_rows(q: Tensor, keys: Tensor, values: Tensor, plan: Recorded, *, out: T
         pages = plan.pages[int(plan.starts[row]) : int(plan.starts[row + 1])].long()
         kv_len = (len(pages) - 1) * plan.page_size + last_len
         k, v = keys[pages], values[pages]
-        out[part], sums[part] = _attend(q[part], k, v, plan, kv_len=kv_len)
+        num_keys = len(pages) * plan.page_size
+        seen = None if mask is None else mask.of(row, len(q[part]), num_keys, kv_len)
+        out[part], sums[part] = _attend(q[part], k, v, plan, kv_len=kv_len, seen=seen)
     return sums
 
 
@@ -174,6 +210,7 @@ def _run_static(
     static: Static,
     work: Tensor,
     out: Tensor,
+    mask: Bits | None,
 ) -> None:
     """Nothing but operators on tensors whose shapes no value decides: it may be captured. `work`:
     the starts as they were planned."""
@@ -185,11 +222,13 @@ def _run_static(
         numbers = torch.minimum(columns, num_pages[row] - 1)
         pages = static.pages[static.starts[row] + numbers].long()
         k, v = keys[pages], values[pages]
-        out[part], _ = _attend(q[part], k, v, plan, kv_len=kv_lens[row])
+        num_keys = len(pages) * plan.page_size
+        seen = None if mask is None else mask.of(row, static.width, num_keys, kv_lens[row])
+        out[part], _ = _attend(q[part], k, v, plan, kv_len=kv_lens[row], seen=seen)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, plan: Recorded, *, kv_len: int | Tensor
+    q: Tensor, k: Tensor, v: Tensor, plan: Recorded, *, kv_len: int | Tensor, seen: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """q: [queries, heads, head_dim]. k, v: [pages, page_size, kv_heads, head_dim], of whose tokens
     `kv_len` are there."""
@@ -201,6 +240,8 @@ def _attend(
     queries, tokens = (torch.arange(len(x), device=q.device) for x in (q, k))
     distance = (kv_len - len(q) + queries)[:, None] - tokens
     is_seen = distance >= 0 if plan.causal else (tokens < kv_len).expand_as(distance)
+    if seen is not None:
+        is_seen = seen
     if plan.window_left >= 0:
         is_seen = is_seen & (distance <= plan.window_left)
     scores = torch.where(is_seen, scores, -torch.inf)
@@ -230,7 +271,8 @@ class FakePrefill(FakeWrapper):
         window_left: int = -1,
         logits_soft_cap: float | None = None,
     ) -> None:
-        assert causal or self.static is None
+        if self.static is None:
+            self._custom_mask_buf = self._mask_indptr_buf = None
         if self.static is not None:
             assert self.query_starts_buffer is not None
             self.query_starts_buffer.copy_(qo_indptr, non_blocking=True)
@@ -294,6 +336,96 @@ class FakeDecode(FakeWrapper):
             self.planner.plan(*workspaces, indptr, *sizes, window_left, head_dim, *kinds)
 
 
+@dataclass
+class LatentPlanner(Planner):
+    """Compiled for wrappers of latents: starts and lengths reach the kernel in its workspace."""
+
+    def plan(self, *args: object) -> list[int]:
+        _workspace, int_workspace, pinned, _cu_query_lens, starts, lens, *_ = args
+        assert isinstance(int_workspace, Tensor)
+        assert isinstance(pinned, Tensor)
+        assert isinstance(starts, Tensor)
+        assert isinstance(lens, Tensor)
+        self.num_plans += 1
+        size = len(starts) + len(lens)
+        words = pinned.view(torch.int32)[:size]
+        words.numpy()[:] = np.concatenate((starts.numpy(), lens.numpy()))
+        int_workspace.view(torch.int32)[:size].copy_(words, non_blocking=True)
+        return [0, size]
+
+
+@dataclass
+class FakeMla:
+    """The wrapper of latents."""
+
+    workspace: Tensor
+    plans: list[Recorded]
+    planner: LatentPlanner
+    pages: Tensor | None = None  # the buffer of a captured forward
+    planned: Recorded | None = None
+    _cached_module: LatentPlanner = field(init=False)  # once it has planned
+    _int_workspace_buffer: Tensor = field(init=False)
+    _pin_memory_int_workspace_buffer: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        device = self.workspace.device
+        self._int_workspace_buffer = torch.zeros(INT_BYTES, dtype=torch.uint8, device=device)
+        self._pin_memory_int_workspace_buffer = torch.zeros(INT_BYTES, dtype=torch.uint8)
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_indices: Tensor,
+        kv_len_arr: Tensor,
+        num_heads: int,
+        head_dim_ckv: int,
+        head_dim_kpe: int,
+        page_size: int,
+        causal: bool,
+        sm_scale: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+    ) -> None:
+        for array in (qo_indptr, kv_indptr, kv_len_arr):
+            assert (array.dtype, array.device.type) == (torch.int32, "cpu")
+        assert len(kv_indptr) == len(qo_indptr) == len(kv_len_arr) + 1
+        assert self.pages is not None or len(kv_indices) == int(kv_indptr[-1])
+        assert (-(-kv_len_arr // page_size)).tolist() == kv_indptr.diff().tolist()
+        self.planned = Recorded(
+            qo_indptr.clone(), kv_indptr.clone(), kv_indices, (kv_len_arr - 1) % page_size + 1,
+            num_heads, 1, head_dim_ckv + head_dim_kpe, page_size,
+            sm_scale, -1, 0.0, q_data_type, kv_data_type, causal=causal,
+        )  # fmt: skip
+        self.plans.append(self.planned)
+        self._cached_module = self.planner
+        self.planner.plan(
+            self.workspace, self._int_workspace_buffer, self._pin_memory_int_workspace_buffer,
+            qo_indptr, kv_indptr, kv_len_arr, num_heads, head_dim_ckv, causal,
+        )  # fmt: skip
+
+    def run(
+        self, q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, *, out: Tensor
+    ) -> Tensor:
+        plan = self.planned
+        assert plan is not None, "run before plan"
+        assert (out.shape, ckv_cache.dtype) == (q_nope.shape, plan.kv_dtype)
+        q = torch.cat((q_nope, q_pe), dim=-1) * plan.scale
+        values = ckv_cache[:, :, None]
+        keys = torch.cat((values, kpe_cache[:, :, None]), dim=-1)
+        assert q.shape[1:] == (plan.num_heads, plan.head_dim)
+        if self.pages is None:
+            _run_rows(q, keys, values, plan, out=out, mask=None)
+            return out
+        num_rows = len(plan.last_lens)
+        work = self._int_workspace_buffer.view(torch.int32)[: 2 * num_rows + 1]
+        starts, lens = work.split((num_rows + 1, num_rows))
+        last_lens = (lens - 1) % plan.page_size + 1
+        static = Static(starts, self.pages, last_lens, len(q) // num_rows)
+        _run_static(q, keys, values, plan, static=static, work=starts, out=out, mask=None)
+        return out
+
+
 def _seq_lens(starts: Tensor, last_lens: Tensor, page_size: int) -> Tensor:
     return torch.clamp(starts[1:] - starts[:-1] - 1, min=0) * page_size + last_lens
 
@@ -311,11 +443,30 @@ class FakeFlashInfer:
     wrappers: list[FakeWrapper] = field(default_factory=list)
     pinned_memory: Callable[[int], Tensor] = plain_memory
     planners: tuple[Planner, Planner] = field(default_factory=lambda: (Planner(4), Planner(3)))
+    latent_planner: LatentPlanner = field(default_factory=lambda: LatentPlanner(4))
     __version__: str = "0.6.3"
 
     @property
     def num_plans(self) -> int:
-        return sum(planner.num_plans for planner in self.planners)
+        return sum(planner.num_plans for planner in (*self.planners, self.latent_planner))
+
+    @property
+    def mla(self) -> FakeFlashInfer:
+        return self
+
+    def BatchMLAPagedAttentionWrapper(
+        self,
+        float_workspace_buffer: Tensor,
+        use_cuda_graph: bool = False,
+        qo_indptr: Tensor | None = None,
+        kv_indptr: Tensor | None = None,
+        kv_indices: Tensor | None = None,
+        kv_len_arr: Tensor | None = None,
+        backend: str = "auto",
+    ) -> FakeMla:
+        buffers = (qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+        assert all((buffer is not None) == use_cuda_graph for buffer in buffers)
+        return FakeMla(float_workspace_buffer, self.plans, self.latent_planner, kv_indices)
 
     def BatchPrefillWithPagedKVCacheWrapper(
         self,

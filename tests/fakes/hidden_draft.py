@@ -26,11 +26,11 @@ class HiddenDraft:
     """Its KV holds a hash of (hidden state, token), and what it returns is a hash of what it reads.
     Hidden states have the size of HashModel's."""
 
-    def __init__(self, *, index: int = 0) -> None:
+    def __init__(self, *, index: int = 0, window: int | None = None) -> None:
         generator = torch.Generator().manual_seed(11 + index)
         target = HashModel()
         self.layers: tuple[LayerSpec, ...] = (
-            msgspec.structs.replace(target.layers[0], index=index),
+            msgspec.structs.replace(target.layers[0], index=index, window=window),
         )
         self.dtype = target.dtype
         self.logits = target.logits
@@ -81,9 +81,11 @@ def scratch_run(model: DraftModel, ids: Tensor, hidden: Tensor) -> tuple[Tensor,
     return hidden, {index: (attend.keys[index], attend.values[index]) for index in attend.keys}
 
 
-def pool_kv(executor: TorchExecutor, text: list[int]) -> Kv | None:
-    """The draft KV of the row that holds `text`, by layer, at every position but the last. None if
-    the row was given to another request."""
+def pool_kv(
+    executor: TorchExecutor, text: list[int], *, group: int = 0, first: int = 0
+) -> Kv | None:
+    """The draft KV of the row that holds `text`, by layer, at every position from `first` to the
+    last but one. None if the row was given to another request. All layers are in one group."""
     state = executor._runner.state
     assert state.draft_pools is not None
     positions = torch.arange(len(text) - 1)
@@ -91,5 +93,6 @@ def pool_kv(executor: TorchExecutor, text: list[int]) -> Kv | None:
         slots = state.pools.slots(0, torch.full_like(positions, row), positions)
         if state.pools.token_pool[slots].tolist() == text[:-1]:
             layers = state.draft_pools.layers
+            slots = state.pools.slots(group, torch.full_like(positions, row), positions)[first:]
             return {index: (kv.keys[slots], kv.values[slots]) for index, kv in layers.items()}
     return None

@@ -25,8 +25,6 @@ from aserve.messages.executor import EngineSpec, GroupSpec
 from aserve.messages.requests import AdmitRequest, Amend, Grammar, SamplingParams, stamp_of
 from aserve.messages.results import (
     BuildMask,
-    KvFailed,
-    KvReady,
     MaskReady,
     PromptLogprobs,
     RowDrafts,
@@ -36,7 +34,8 @@ from aserve.messages.results import (
     StepFailed,
     StepResult,
 )
-from aserve.messages.step import DraftTree, ReceiveKv, Resync, RowInit, Sample, ScheduleBatch
+from aserve.messages.step import Resync, RowInit, Sample, ScheduleBatch
+from aserve.messages.transfers import KvFailed, KvReady, ReceiveKv
 from aserve.scheduling.request import child_seed
 
 POISON = -7  # what the device puts where nobody may read
@@ -317,6 +316,7 @@ def _row_init(request: AdmitRequest, child: int) -> RowInit:
         allowed_ids=sampling.allowed_token_ids and sampling.allowed_token_ids + request.end_ids,
         bad_word_ids=request.bad_word_ids,
         embeds=request.embeds,
+        namespace=request.namespace,
         **{name: getattr(sampling, name) for name in AS_GIVEN},
     )
 
@@ -330,7 +330,20 @@ class Window(NamedTuple):
     tokens: list[int]
     kv_len: int
     num_drafts: int
-    tree: DraftTree | None
+    parents: list[int] | None  # of the drafts, in a tree
+
+
+def tree_shape(num_drafts: int, max_depth: int, kv_len: int) -> list[int]:
+    """Returns the parents of a row's drafts, as in DraftTree. They depend on its length."""
+    parents: list[int] = []
+    depths = [0]
+    for node in range(1, num_drafts + 1):
+        parent = (kv_len + node * node) % node
+        while depths[parent] == max_depth:
+            parent = parents[parent - 1]
+        parents.append(parent)
+        depths.append(depths[parent] + 1)
+    return parents
 
 
 class RowState:
@@ -425,10 +438,12 @@ class FakeDevice:
         value = 0
         known = plain_outputs(request, child, spec).tokens[: len(outputs) + 1]
         for position, (token, behind) in enumerate(itertools.pairwise([*tokens, *known])):
+            value = kv_value(value, token, position)
+            if position < transfer.first:
+                continue
             slot = int(array_i32(transfer.pages[0])[position // spec.page_size]) * spec.page_size
             slot += position % spec.page_size
             self.token_pool[slot], self.next_pool[slot] = token, behind
-            value = kv_value(value, token, position)
             for group, pages in enumerate(transfer.pages):
                 page = int(array_i32(pages)[position // spec.page_size])
                 if page:
@@ -502,8 +517,9 @@ class FakeDevice:
             state = self.rows[row]
             state.kv_len = kv_len + query_len
             tree = batch.verify.tree if num_drafts and batch.verify else None
-            window = Window(tokens, kv_len, num_drafts, tree)
-            if tree is not None:
+            parents = None if tree is None else tree_shape(num_drafts, tree.max_depth, kv_len)
+            window = Window(tokens, kv_len, num_drafts, parents)
+            if parents is not None:
                 window = self._write_tree(row, window)
             else:
                 self._check_next_tokens(row, kv_len, tokens[0])
@@ -514,7 +530,8 @@ class FakeDevice:
             if row in held:
                 state.held = window
                 if num_drafts:
-                    given.append(RowDrafts(row, pack_i32(window.tokens[-num_drafts:])))
+                    own = (window.tokens[-num_drafts:], window.parents or [])
+                    given.append(RowDrafts(row, *map(pack_i32, own)))
             elif row in samples:
                 emitted[row] = self._sample_window(batch.iteration, row, window)
         _check_covered(ids, start)
@@ -532,7 +549,7 @@ class FakeDevice:
     ) -> Emitted:
         """masks: the tokens that are allowed after each node; None: all."""
         allowed = masks or [list(range(self.spec.vocab_size))] * (1 + window.num_drafts)
-        if window.tree is not None:
+        if window.parents is not None:
             emitted = self._verify_tree(row, window, allowed)
             self._stash(iteration, row, [window.tokens[0], *emitted.tokens][-1])
             return emitted
@@ -701,12 +718,12 @@ class FakeDevice:
 
     def _write_tree(self, row: int, window: Window) -> Window:
         """Writes the KV of all nodes. Drafts differ, so that mostly one of the first is right."""
-        vocab_size, tree, kv_len = self.spec.vocab_size, window.tree, window.kv_len
-        assert tree is not None
+        vocab_size, parents, kv_len = self.spec.vocab_size, window.parents, window.kv_len
+        assert parents is not None
         drafts = [(token - index) % vocab_size for index, token in enumerate(window.tokens[1:])]
         tokens, depths = [window.tokens[0], *drafts], [0]
         self._write_kv(row, tokens[:1], kv_len)
-        for node, parent in enumerate(tree.parents[: len(drafts)], start=1):
+        for node, parent in enumerate(parents, start=1):
             depths.append(depths[parent] + 1)
             for group, kv in enumerate(self.kv):
                 slot = self._slot(row, group, kv_len + node)
@@ -719,8 +736,8 @@ class FakeDevice:
         """The tokens along the path of drafts that were sampled. The KV of each draft on it is
         moved behind that of its parent.
         """
-        tokens, kv_len, tree = window.tokens, window.kv_len, window.tree
-        assert tree is not None
+        tokens, kv_len, parents = window.tokens, window.kv_len, window.parents
+        assert parents is not None
         emitted = Emitted([], [])
         last: int | None = 0 if self._num_given(row, 1) else None
         depth = 0
@@ -733,7 +750,7 @@ class FakeDevice:
             emitted.tokens.append(pick(emitted.digests[-1], allowed[last]))
             children = [
                 child
-                for child, parent in enumerate(tree.parents[: len(tokens) - 1], start=1)
+                for child, parent in enumerate(parents, start=1)
                 if parent == last and tokens[child] == emitted.tokens[-1]
             ]
             last = children[0] if children else None

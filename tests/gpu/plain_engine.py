@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -11,12 +11,16 @@ import torch
 from aserve.gpu.models.base import CausalModel
 from aserve.messages.base import array_i32
 from aserve.messages.requests import AdmitRequest
+from aserve.messages.step import RowInit
 from aserve.scheduling.request import Sequence
 from aserve.scheduling.table_writes import row_init
 from tests.fakes.hash_model import HashModel
 from tests.fakes.toy_device import allowed_ids, forced_ids, min_tokens_of
-from tests.gpu.naive_sampler import Floats, naive_logits, naive_token
-from tests.parity.dense_attend import DenseAttend
+from tests.gpu.naive_sampler import Floats, naive_logits, naive_set, naive_token
+from tests.parity.dense_attend import DenseAttend, given_ids
+
+# From processed logits, and the position of the token, and the row's parameters.
+Pick: TypeAlias = Callable[[Floats, int, RowInit], int]
 
 
 def plain_logprobs(model: CausalModel, request: AdmitRequest) -> Floats:
@@ -34,7 +38,7 @@ def plain_embedding(model: CausalModel, request: AdmitRequest) -> Floats:
 def _hidden(model: CausalModel, request: AdmitRequest) -> torch.Tensor:
     """The prompt in one forward -> [prompt_len, hidden]"""
     ids = torch.tensor(array_i32(request.prompt_ids).tolist())
-    return model.forward(ids, torch.arange(len(ids)), DenseAttend())
+    return model.forward(given_ids(model, ids), torch.arange(len(ids)), DenseAttend())
 
 
 class PlainRun(NamedTuple):
@@ -61,7 +65,23 @@ def plain_tokens(
     }
 
 
-def plain_run(model: CausalModel, request: AdmitRequest, child: int = 0) -> PlainRun:
+def picking(said: list[int]) -> Pick:
+    """Picks the tokens that were said, each of which must be possible; behind them the best one."""
+
+    def pick(processed: Floats, position: int, init: RowInit) -> int:
+        index, best = position - init.prompt_len, int(processed.argmax())
+        if index >= len(said):
+            return best
+        members = naive_set(processed / (init.temperature or 1), init)
+        assert said[index] in (members if init.temperature else {best}), (index, said, members)
+        return said[index]
+
+    return pick
+
+
+def plain_run(
+    model: CausalModel, request: AdmitRequest, child: int = 0, *, pick: Pick = naive_token
+) -> PlainRun:
     init = row_init(Sequence(request, child=child, arrival=0))
     sampling = request.sampling
     assert sampling.max_tokens is not None
@@ -76,12 +96,13 @@ def plain_run(model: CausalModel, request: AdmitRequest, child: int = 0) -> Plai
         if forced:
             tokens += forced[: sampling.max_tokens - num_outputs]
             continue
-        ids, positions = torch.tensor(tokens[known:]), torch.arange(known, len(tokens))
+        ids, positions = given_ids(model, torch.tensor(tokens)), torch.arange(known, len(tokens))
+        hidden = model.forward(ids[known:], positions, attend)
         known = len(tokens)
-        logits = model.logits(model.forward(ids, positions, attend)[-1:])[0].double().numpy()
+        logits = model.logits(hidden[-1:])[0].double().numpy()
         total = sum(tokens[init.prompt_len :])
         allowed = None if sampling.grammar is None else allowed_ids(total, model.vocab_size)
         processed = naive_logits(np.asarray(logits), tokens, init, allowed)
-        tokens.append(naive_token(processed, len(tokens), init))
+        tokens.append(pick(processed, len(tokens), init))
         logprobs.append(float(processed[tokens[-1]] - np.logaddexp.reduce(processed)))
     return PlainRun(tokens[init.prompt_len :], logprobs)

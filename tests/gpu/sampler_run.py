@@ -45,7 +45,7 @@ def run_sampler(
             0, torch.full((len(history),), init.row), torch.arange(len(history))
         )
         state.pools.token_pool[slots] = torch.tensor(history, dtype=torch.int32)
-    ints, floats = map(torch.from_numpy, init_columns(inits))
+    ints, floats = map(torch.from_numpy, init_columns(inits, state.tables.shares))
     state.tables.write(torch.tensor([init.row for init in inits]), ints=ints, floats=floats)
     rows = np.array([each.row for each in drawn], np.int32)
     lens = torch.tensor([each.position for each in drawn])

@@ -69,7 +69,7 @@ DEVICES = [("cpu", 5), pytest.param("cuda", 255, marks=pytest.mark.gpu)]
 
 @pytest.mark.parametrize(("device", "num_others"), DEVICES)
 @pytest.mark.parametrize(("dtype", "temperature"), [("float32", 0.9), ("bfloat16", 0.0)])
-def test_a_request_gets_the_same_bits_in_whatever_steps_it_is_computed(
+def test_b34_a_request_gets_the_same_bits_in_whatever_steps_it_is_computed(
     temperature: float, dtype: str, device: str, num_others: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Prompts are of more elements than are compiled for, as they are with larger models.

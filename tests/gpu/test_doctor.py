@@ -11,8 +11,12 @@ from typing import Any
 
 import pytest
 
+from aserve.cli import main
 from aserve.config import cache_home
+from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.doctor import PACKAGES, CudaDevice, Findings, advice, examine, report
+from aserve.gpu.models.registry import FAMILIES
+from aserve.gpu.supported import backend_rows, family_rows
 
 GPU = CudaDevice("NVIDIA H200", 139 << 30)
 GOOD = Findings(
@@ -85,3 +89,17 @@ def test_kernels_build_says_what_it_found_compiled() -> None:
     environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
     shown = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     assert shown.stdout.startswith("aserve: 0 kernels compiled, ")
+
+
+def test_the_list_of_models_has_every_family_and_backend(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert {architecture for _, architecture, _ in family_rows()} == FAMILIES.keys()
+    rows = {row[0]: row for row in backend_rows()}
+    assert rows.keys() == BACKENDS.keys()
+    assert "sinks" in rows["torch-ref"][3]
+    assert "draft trees" in rows["torch-ref"][4]
+    assert main(["models"]) == 0
+    printed = capsys.readouterr().out
+    assert "Qwen3MoeForCausalLM" in printed
+    assert "Devices: cpu, cuda" in " ".join(printed.split())

@@ -73,7 +73,7 @@ def test_a_draft_saves_a_step_where_it_is_right(drafts_are_right: bool) -> None:
     assert (num_accepted == num_drafts(served)) == drafts_are_right
 
 
-def test_the_drafters_kv_survives_a_small_pool_and_chunks() -> None:
+def test_b04_the_drafters_kv_survives_a_small_pool_and_chunks() -> None:
     executor, _ = with_drafter(num_pages=13, max_batched_tokens=5)
     served = serve(executor, ASKED)
     assert served.outputs == plain_tokens(ASKED, ShallowTarget())
@@ -112,7 +112,7 @@ class HostLens:
     static_plans = None
 
     def __init__(self, site: AttentionSite) -> None:
-        self._sdpa = PagedSdpa(site.pools, site.windows)
+        self._sdpa = PagedSdpa(site.pools, site.groups)
         self.bind = self._sdpa.bind
         self.num_plans = 0
         self.num_inexact = 0
@@ -174,7 +174,7 @@ def test_attention_has_a_plan_for_each_forward_of_each_step_in_flight(
 
     def build(site: AttentionSite) -> PagedSdpa:
         sites.append(site)
-        return PagedSdpa(site.pools, site.windows)
+        return PagedSdpa(site.pools, site.groups)
 
     kind = AttentionKind(Capabilities(), build)
     monkeypatch.setattr(registry, "BACKENDS", {"noting": lambda: kind})

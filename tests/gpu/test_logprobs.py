@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import aserve.gpu.device.cpu.device
+from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.models.base import Attend
 from aserve.messages.base import array_f32, array_i32
 from aserve.messages.requests import AdmitRequest
@@ -125,7 +126,8 @@ class CountingModel(HashModel):
 def test_no_more_than_a_slice_of_logits_is_made_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aserve.gpu.device.cpu.device, "LOGITS_ELEMENTS", 4 * VOCAB)
     model = CountingModel()
-    serve(make_executor(model), [request("a", STEM[:30], prompt_logprobs=1, max_tokens=0)])
+    executor = make_executor(model, device=CpuDevice())
+    serve(executor, [request("a", STEM[:30], prompt_logprobs=1, max_tokens=0)])
     assert model.most_logits == 4
 
 

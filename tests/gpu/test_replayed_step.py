@@ -131,9 +131,9 @@ async def calls_of_a_decode(
         assert {bool(part.rows) for part in batches[-1].page_writes} == {has_new_page}
         for batch in batches:
             is_last = batch is batches[-1]
-            executor._inbox.put(functools.partial(setattr, counter, "counts", is_last))
+            executor._threads.jobs.put(functools.partial(setattr, counter, "counts", is_last))
             ticket = executor.launch(batch)
-            executor._inbox.put(functools.partial(setattr, counter, "counts", False))
+            executor._threads.jobs.put(functools.partial(setattr, counter, "counts", False))
             assert isinstance(await unless_dead(executor, ticket.outcome), StepResult)
     return counter.asked
 

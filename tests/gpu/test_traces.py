@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -16,15 +16,18 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from aserve.engine_core import LocalExecutor
 from aserve.errors import StepError
 from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.gpu.decode.base import DecodeMode
 from aserve.gpu.device.base import Device
-from aserve.gpu.executor import TorchExecutor
+from aserve.gpu.hisparse.config import HiSparseConfig
 from aserve.gpu.models.base import DraftModel
 from aserve.gpu.spec.base import AFTER_NORM
 from aserve.gpu.spec.mode import Speculative
 from aserve.gpu.spec.multi_layer import MultiLayer
+from aserve.gpu.spec.registry import BLOCK, REJECTION
+from aserve.gpu.spec.rejection import Verification
 from aserve.messages.requests import AdmitRequest, ReasoningIds
 from aserve.messages.results import BuildMask, MaskReady
 from tests.fakes.drafters import Stumbling, StumblingTree, speculative
@@ -34,22 +37,30 @@ from tests.fakes.hidden_draft import HiddenModules
 from tests.fakes.late_device import LateDevice
 from tests.fakes.toy_device import TOY, ToyMatchers, min_tokens_of
 from tests.gpu.drive import Served, captured, make_executor, request, serve
-from tests.gpu.plain_engine import plain_outputs, plain_run, plain_tokens
+from tests.gpu.naive_sampler import naive_token
+from tests.gpu.plain_engine import picking, plain_outputs, plain_run, plain_tokens
 from tests.gpu.prompt_checks import assert_prompt
 
 PACES = [(depth, lead) for depth in range(1, 5) for lead in range(1, depth + 1)]
 STEM = [(11 * i * i + 5 * i + 3) % VOCAB for i in range(40)]  # what prompts share
 
 MODULES = HiddenModules(3)
-DRAFT_MODELS: dict[str, DraftModel] = {"modules": MODULES}
+DRAFT_MODELS: dict[str, DraftModel] = {"modules": MODULES, "modules, block": MODULES}
 MODES: dict[str, Callable[[], DecodeMode]] = {
     "plain": Autoregressive,
     "two tokens": lambda: speculative(Stumbling(1, every=2)),
     "chain": lambda: speculative(Stumbling(4)),
-    "tree": lambda: speculative(StumblingTree(is_dynamic=False)),
-    "dynamic tree": lambda: speculative(StumblingTree(is_dynamic=True)),
+    "tree": lambda: speculative(StumblingTree()),
     "modules": lambda: Speculative(MultiLayer(MODULES.modules, hidden_size=32, wants=AFTER_NORM)),
+    "rejection": lambda: speculative(Stumbling(4, flatness=0.5), REJECTION),
+    "block": lambda: speculative(Stumbling(4, flatness=0.5), BLOCK),
+    "modules, block": lambda: Speculative(
+        MultiLayer(MODULES.modules, hidden_size=32, wants=AFTER_NORM),
+        verification=Verification(VOCAB, 3, is_block=True),
+    ),
 }
+# Their tokens are other ones than those of the plain engine, which has the same distribution.
+OTHER_TOKENS = ("rejection", "block", "modules, block")
 
 LIMITS = [
     ReasoningIds(((7,),), ((1, 4, 9), (2,)), is_open=True, max_tokens=3),
@@ -75,26 +86,37 @@ class Trace:
     options: dict[str, Any]
     window: int | None
     second_window: int | None
+    is_latent: bool  # layers keep latents
+    top_k: int  # of them a query sees these many, which an indexer chooses; 0: all
+    id_window: int  # ids that a token's embedding depends on
     fails: frozenset[int]
+    fails_in_replays: bool  # the numbers are those of replays, not of forwards
     is_unsound: bool  # failing steps give NaN, which shows after later steps have run
     failing_mask: int | None  # of the first request's first child: the output that it is for
     mode: str
     captures_at_start: bool
     chaos: int
+    failed_masks: list[int] = field(default_factory=list)  # the outputs for which a mask failed
 
     def model(self, device: torch.device | None = None) -> FlakyModel:
         return FlakyModel(
-            self.fails,
+            () if self.fails_in_replays else self.fails,
             window=self.window,
             second_window=self.second_window,
+            is_latent=self.is_latent,
+            top_k=self.top_k,
+            id_window=self.id_window,
             is_unsound=self.is_unsound,
             device=device,
         )
 
     def fill(self, ask: BuildMask, matchers: ToyMatchers) -> MaskReady:
+        """Windows begin at some outputs only: the first one from `failing_mask` on fails."""
         ready = matchers.fill(ask)
-        if (ask.request_id, ask.child, ask.position) != ("r0", 0, self.failing_mask):
+        is_first = (ask.request_id, ask.child) == ("r0", 0)
+        if not is_first or self.failing_mask is None or ask.position < self.failing_mask:
             return ready
+        self.failed_masks.append(ask.position)
         error = StepError("the mask failed, as the test wants it").info()
         return MaskReady(ask.request_id, ask.child, ask.position, mask=b"", error=error)
 
@@ -126,18 +148,28 @@ def requests(draw: st.DrawFn, number: int, *, is_plain: bool) -> AdmitRequest:
 
 @st.composite
 def traces(draw: st.DrawFn) -> Trace:
-    page_size = draw(st.sampled_from([1, 2, 4, 16]))
+    page_size = draw(st.sampled_from([1, 2, 4, 16, 32, 64]))
     depth, lead = draw(st.sampled_from(PACES))
     alone = -(-36 // page_size)  # the longest request
     graph_rows = draw(st.sampled_from([0, 0, 1, 3, 5]))
     is_unsound = draw(st.booleans()) and not graph_rows  # NaN would be captured for good
-    # Steps that nobody hears of go by between an unsound one and the trials of its rows.
-    gaps = draw(st.lists(st.integers(12, 24) if is_unsound else st.integers(3, 20), max_size=4))
-    gaps[:1] = [gap - 9 if is_unsound else gap for gap in gaps[:1]]
+    # A row whose trial fails, too, is guilty: failures are further apart than a step and the trials
+    # of its rows, between which steps go by that nobody hears of.
+    gaps = draw(st.lists(st.integers(12, 24), max_size=4))
+    gaps[:1] = [gap - 9 for gap in gaps[:1]]
     window = draw(st.sampled_from([None, 6]))
     is_plain = draw(st.booleans())
     mode = draw(st.sampled_from(sorted(MODES)))
-    backends = ["torch-ref"] if "tree" in mode else ["paged-sdpa", "torch-ref"]
+    is_latent = window is None and mode not in DRAFT_MODELS and draw(st.booleans())
+    is_sparse = is_latent and "tree" not in mode and draw(st.booleans())
+    needs_reference = is_latent or "tree" in mode
+    top_k = draw(st.sampled_from([3, 5, 9])) if is_sparse else 0
+    hot = st.builds(
+        HiSparseConfig,
+        device_buffer_size=st.integers(top_k, top_k + 20),
+        backup_interval=st.integers(1, 3),
+    )
+    backends = ["torch-ref"] if needs_reference else ["paged-sdpa", "torch-ref"]
     numbers = range(draw(st.integers(1, 6)))
     return Trace(
         requests=[draw(requests(number, is_plain=is_plain)) for number in numbers],
@@ -151,13 +183,18 @@ def traces(draw: st.DrawFn) -> Trace:
             "prefix_cache": draw(st.booleans()),
             "attention": draw(st.sampled_from(backends)),
             "graph_rows": graph_rows,
+            "hisparse": draw(st.none() | hot) if is_sparse else None,
         },
         window=window,
         # A draft model is made for the hidden states of two layers.
         second_window=draw(st.sampled_from([None, 3]))
         if window and mode not in DRAFT_MODELS
         else None,
+        is_latent=is_latent,
+        top_k=top_k,
+        id_window=draw(st.sampled_from([1, 1, 3])),
         fails=frozenset(sum(gaps[: number + 1]) for number in range(len(gaps))),
+        fails_in_replays=graph_rows > 0 and draw(st.booleans()),
         is_unsound=is_unsound,
         failing_mask=draw(st.none() | st.integers(0, 3)),
         mode=mode,
@@ -166,12 +203,19 @@ def traces(draw: st.DrawFn) -> Trace:
     )
 
 
+@pytest.fixture
+def expands_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Latents are expanded for short chunks of prompts, too."""
+    monkeypatch.setattr("aserve.gpu.attention.latents.MIN_QUERIES", 2)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("expands_early")
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(traces())
 def test_any_trace_gives_the_tokens_of_the_plain_engine(trace: Trace) -> None:
     mode = MODES[trace.mode]()
-    device: Device = GraphDevice(failing_replays=trace.fails)
+    device: Device = GraphDevice(failing_replays=trace.fails if trace.fails_in_replays else ())
     if trace.is_unsound:
         device = LateDevice()
         device.is_done.set()
@@ -184,19 +228,28 @@ def test_any_trace_gives_the_tokens_of_the_plain_engine(trace: Trace) -> None:
     assert_plain(trace, serve_trace(executor, trace))
 
 
-def serve_trace(executor: TorchExecutor, trace: Trace) -> Served:
+def serve_trace(executor: LocalExecutor, trace: Trace) -> Served:
     matchers = ToyMatchers(executor.spec.vocab_size)
     fill = functools.partial(trace.fill, matchers=matchers)
     return serve(executor, trace.requests, chaos=trace.chaos, fill=fill)
 
 
 def assert_plain(trace: Trace, served: Served) -> None:
-    """Each request has the tokens, logprobs, scores and end of the plain engine."""
-    plain = HashModel(window=trace.window, second_window=trace.second_window)
+    """Each request has the tokens, logprobs, scores and end of the plain engine, which in some
+    modes says what the request was told, if it may say that."""
+    plain = HashModel(
+        window=trace.window,
+        second_window=trace.second_window,
+        is_latent=trace.is_latent,
+        top_k=trace.top_k,
+        id_window=trace.id_window,
+    )
     for asked in trace.requests:
         for child in range(asked.sampling.n):
             key = asked.request_id, child
-            expected, logprobs = plain_run(plain, asked, child)
+            is_other = trace.mode in OTHER_TOKENS
+            pick = picking(served.outputs.get(key, [])) if is_other else naive_token
+            expected, logprobs = plain_run(plain, asked, child, pick=pick)
             reason, num_outputs = _end_of(trace, asked, child, expected)
             assert served.outputs.get(key, []) == expected[:num_outputs]
             assert served.reasons[key] == [reason]
@@ -212,9 +265,9 @@ def assert_plain(trace: Trace, served: Served) -> None:
 
 def _end_of(trace: Trace, asked: AdmitRequest, child: int, expected: list[int]) -> tuple[str, int]:
     """Why it ends, and after how many of the plain engine's tokens."""
-    has_mask = asked.sampling.grammar is not None and (asked.request_id, child) == ("r0", 0)
-    if has_mask and trace.failing_mask is not None and trace.failing_mask < len(expected):
-        return "error", trace.failing_mask
+    if trace.failed_masks and (asked.request_id, child) == ("r0", 0):
+        assert "plain" not in trace.mode or trace.failed_masks[0] == trace.failing_mask
+        return "error", trace.failed_masks[0]
     has_end = bool(expected) and expected[-1] in asked.end_ids
     is_stop = has_end and len(expected) > min_tokens_of(asked.sampling)
     return "stop" if is_stop else "length", len(expected)

@@ -13,6 +13,7 @@ from aserve.grammar.compile import Vocabulary
 from aserve.grammar.library import GrammarLibrary
 from aserve.grammar.workers import CompileLimits
 from aserve.observability.metrics import GrammarMetrics
+from aserve.observability.reports import GrammarReport, StartupStage
 from aserve.text.load import load_tokenizer
 from aserve.tiny import MODEL_DIR
 
@@ -38,13 +39,21 @@ class Rig:
     ) -> None:
         self.registry = CollectorRegistry()
         self.now_s = 0.0
+        self.stages: list[str] = []
+        self._metrics = GrammarMetrics(self.registry)
         self.library = GrammarLibrary(
             vocabulary,
             CompileLimits(timeout_s, memory_bytes, num_workers),
             cache_bytes=cache_bytes,
-            report=GrammarMetrics(self.registry).on_report,
+            report=self._report,
             clock=lambda: self.now_s,
         )
+
+    def _report(self, report: GrammarReport | StartupStage) -> None:
+        if isinstance(report, StartupStage):
+            self.stages.append(report.stage)
+        else:
+            self._metrics.on_report(report)
 
     def count(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"aserve_grammar_{name}_total", labels) or 0.0

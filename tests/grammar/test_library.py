@@ -97,7 +97,7 @@ async def test_an_exploding_grammar_ends_at_its_limit_and_delays_no_other(shared
             order.append(source)
 
     number = itertools.count()
-    while sum(worker._is_ready for worker in shared.library._workers._all) < 2:
+    while sum(worker._setup is not None for worker in shared.library._workers._all) < 2:
         await asyncio.gather(*(ask(f"warm{next(number)}") for _ in range(2)))
     order.clear()
     await asyncio.gather(ask(EXPLODING), *(ask(f"plain{i}") for i in range(2)))
@@ -276,8 +276,9 @@ async def test_a_worker_that_was_idle_for_long_is_not_given_a_job_that_may_meet_
 
 async def test_a_worker_that_was_started_early_gets_the_first_grammar_however_late() -> None:
     with rig(num_workers=1) as made:
-        await asyncio.to_thread(made.library.start_worker)
-        (early,) = made.library._workers._all
+        early = CompileProcess()
+        await made.library.adopt(early)
+        assert (early.stays, made.stages) == (True, ["started"])
         made.now_s += 2 * USABLE_S
         await made.library.compiled(Grammar("regex", "first"))
         assert made.library._workers._all == {early}
@@ -285,13 +286,13 @@ async def test_a_worker_that_was_started_early_gets_the_first_grammar_however_la
 
 async def test_without_workers_there_is_no_structured_output() -> None:
     with rig(num_workers=0) as made:
-        made.library.start_worker()
         assert await code_of(made, Grammar("regex", "a")) == "unsupported_value"
         assert made.library._workers._all == set()
 
 
 def test_a_worker_that_gets_no_job_ends_by_itself() -> None:
-    worker = CompileProcess(Setup(vocabulary(), 20.0, 256 * MIB, idle_s=0.1))
+    worker = CompileProcess()
+    worker.get_ready(Setup(vocabulary(), 20.0, 256 * MIB, idle_s=0.1))
     worker.try_out(Grammar("regex", "once"))
     assert worker._process.wait(timeout=20) == -signal.SIGALRM
     worker.close()

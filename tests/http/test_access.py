@@ -33,6 +33,7 @@ PUBLIC_PATHS = {
     "/readyz",
     "/startupz",
     "/ping",
+    "/health_generate",
     "/favicon.ico",
 }
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from aserve.host.logs import fields_of
+from aserve.observability import request_log
 from tests.fakes.echo_engine import EchoEngine
 from tests.fakes.executor import FakeExecutor
 from tests.http.asking import ask, bearer
@@ -69,14 +71,18 @@ async def test_without_the_option_nothing_is_logged(caplog: pytest.LogCaptureFix
 
 
 async def test_no_level_logs_what_was_said(caplog: pytest.LogCaptureFixture) -> None:
-    """Through the whole server, with good bodies, wrong ones, and steps that are logged."""
+    """Through the whole server, with good bodies, wrong ones, and steps and requests that are
+    logged.
+    """
     caplog.set_level(logging.DEBUG)
-    async with whole_server(FakeExecutor(), access_log=True, log_level="debug") as server:
+    options = {"access_log": True, "log_requests": True, "log_level": "debug"}
+    async with whole_server(FakeExecutor(), **options) as server:
         bodies: list[Any] = [
             {"prompt": SECRET, "max_tokens": 4},
             {"prompt": SECRET * 100},
             {"prompt": [SECRET, 5]},
             {"prompt": "a", "stop": [SECRET], "stream": True},
+            {"prompt": "a", "bad_words": [SECRET], "prediction": {"content": SECRET}},
             {"prompt": "a", SECRET: 1, "model": SECRET},
             SECRET,
         ]
@@ -87,5 +93,33 @@ async def test_no_level_logs_what_was_said(caplog: pytest.LogCaptureFixture) -> 
                 async with server.client.post(path, json=said) as answer:
                     await answer.read()
         await server.until_idle()
-    assert len(lines(caplog)) == 18
+    assert len(lines(caplog)) == 21
     assert SECRET not in caplog.text
+    assert "request ended" in caplog.text
+
+
+@pytest.mark.parametrize(("level", "shown"), [(0, 0), (1, 0), (2, 8), (3, 20)])
+async def test_requests_are_logged_as_they_come_and_as_they_end(
+    level: int, shown: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(request_log, "SHOWN_CHARS", 8)
+    options = {"log_requests": True, "log_requests_level": level}
+    async with whole_server(FakeExecutor(), **options) as server:
+        prompt = "\n" + "x" * 19
+        body = {"prompt": prompt, "max_tokens": 3, "temperature": 0.25, "n": 2, "ignore_eos": True}
+        async with server.client.post("/v1/completions", json=body) as answer:
+            texts = [choice["text"] for choice in (await answer.json())["choices"]]
+        received, ended = (each for each in caplog.records if each.name.endswith("request_log"))
+        await server.client.post("/v1/completions", json={"prompt": "x" * 6000})
+        refused = next(each for each in caplog.records if "context_length" in each.getMessage())
+    fields = fields_of(received)
+    assert fields["operation"] == "text_completion"
+    assert ('"temperature": 0.25' in str(fields["params"])) == (level > 0)
+    assert fields.get("prompt", "") == prompt[:shown]
+    fields = fields_of(ended)
+    assert (fields["outcome"], fields["completion_tokens"]) == ("length,length", 6)
+    assert fields["prompt_tokens"] == 20
+    assert fields.get("outputs", "[]") == (repr(texts) if shown else "[]")
+    assert "\n" not in received.getMessage()
+    assert fields_of(refused)["outcome"] == "context_length_exceeded"

@@ -83,8 +83,23 @@ async def test_usage_on_every_chunk_grows_to_that_of_the_whole_answer(
 
 
 @BOTH
-async def test_a_stop_string_is_shown_on_request(echo: EchoEngine, path: str) -> None:
-    fields = {"stop": "sto", "include_stop_str_in_output": True}
+@pytest.mark.parametrize("options", [None, {"include_usage": False}])
+async def test_a_server_may_send_the_usage_of_every_stream(
+    path: str, options: dict[str, bool] | None
+) -> None:
+    async with EchoEngine(enable_force_include_usage=True) as echo:
+        *chunks, last = await streamed(echo, path, stream_options=options)
+        assert last["usage"] == (await whole(echo, path))["usage"]
+        assert last["choices"] == []
+        assert not any(chunk["usage"] for chunk in chunks)
+        each = await streamed(echo, path, stream_options={"continuous_usage_stats": True})
+        assert all(chunk["usage"] for chunk in each)
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["include_stop_str_in_output", "no_stop_trim"])
+async def test_a_stop_string_is_shown_on_request(echo: EchoEngine, path: str, name: str) -> None:
+    fields = {"stop": "sto", name: True}
     choice = (await whole(echo, path, **fields))["choices"][0]
     assert text_of(choice).endswith("hello 한국어 🚀 sto")
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "sto")

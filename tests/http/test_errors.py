@@ -143,7 +143,7 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"reasoning_effort": "huge"}, "invalid_type", "reasoning_effort"),
     ({"response_format": {"type": "xml"}}, "invalid_value", "response_format.type"),
 ]
-IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
+FILE = {"type": "input_file", "file_id": "file-1"}
 COMPUTER = {"type": "computer_call_output", "call_id": "c", "output": "sunny"}
 FUNCTION = {"type": "function", "name": "f"}
 RESPONSE_ERRORS: list[tuple[dict[str, Any], str, str | None]] = [
@@ -164,7 +164,7 @@ RESPONSE_ERRORS: list[tuple[dict[str, Any], str, str | None]] = [
         "input[0].name",
     ),
     (
-        {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}, IMAGE]}]},
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}, FILE]}]},
         "unsupported_content_type",
         "input[0].content[1]",
     ),

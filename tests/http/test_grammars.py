@@ -65,7 +65,8 @@ def test_each_output_format_is_a_grammar_that_names_its_field(
     if name == "response_format":
         assert asked(response_format=value) == Grammar(kind, source, param=name)
     else:
-        grammar = asked(structured_outputs={name: value}, response_format={"type": "text"})
+        outputs = {name: value, "disable_any_whitespace": False}
+        grammar = asked(structured_outputs=outputs, response_format={"type": "text"})
         assert grammar == Grammar(kind, source, param=f"structured_outputs.{name}")
 
 
@@ -98,6 +99,18 @@ def test_a_text_format_needs_no_grammar() -> None:
     ("body", "words", "param"),
     [
         ({"structured_outputs": {}}, "exactly one of", "structured_outputs"),
+        *(
+            (
+                {"structured_outputs": {"regex": "a", name: value}},
+                "would change the output",
+                f"structured_outputs.{name}",
+            )
+            for name, value in (
+                ("whitespace_pattern", " ?"),
+                ("disable_any_whitespace", True),
+                ("disable_additional_properties", True),
+            )
+        ),
         (
             {"structured_outputs": {"regex": "a", "json_object": True}},
             "regex and json_object",

@@ -20,6 +20,8 @@ async def test_each_description_names_what_clients_look_for(echo: EchoEngine) ->
     expected: dict[str, dict[str, Any]] = {
         "/version": {"version": version()},
         "/ping": {"status": "ready"},
+        "/health_generate": {"status": "ready"},
+        "/weight_info": {"weight_version": "default"},
         "/server_info": {"served_model_name": "echo", "max_model_len": MAX_MODEL_LEN},
         "/get_server_info": {"served_model_name": "echo"},
         "/model_info": {"model_path": "echo", "is_generation": True},

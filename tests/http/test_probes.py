@@ -85,3 +85,17 @@ async def test_a_start_shows_its_stage_and_how_far_it_is(
     assert body == {"status": "starting"} | shown
     echo.state.phase = "ready"
     assert (await ask(echo, "/startupz")).json == {"status": "started"}
+
+
+async def test_a_server_is_ready_when_its_grammar_worker_is_and_stays_so_in_later_starts(
+    echo: EchoEngine,
+) -> None:
+    report = echo.state.watch.on_report
+    report(StartupStage("grammars"))
+    assert await statuses(echo) == [503, 200, 503, 503]
+    assert (await ask(echo, "/startupz")).json["stage"] == "grammars"
+    await told(echo, "/v1/completions", {"prompt": "answered already"})
+    report(StartupStage("started"))
+    assert await statuses(echo) == [200, 200, 200, 200]
+    report(StartupStage("grammars"))
+    assert await statuses(echo) == [200, 200, 200, 200]

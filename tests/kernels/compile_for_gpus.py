@@ -31,13 +31,17 @@ from aserve.gpu.step.plan import plan_step
 from aserve.gpu.step.resolve import DeviceState, DeviceStep
 from aserve.gpu.transfer.staging import HostArrays
 from aserve_kernels import bitmask
+from aserve_kernels.copy_rows import copy_rows
 from aserve_kernels.gated_mul import KINDS, gated_mul
+from aserve_kernels.grouped_linear import grouped_linear
 from aserve_kernels.invariant_linear import WIDE_FROM, invariant_linear
 from aserve_kernels.kv_indices import kv_indices
 from aserve_kernels.kv_indptr import KvIndptr, kv_indptr
+from aserve_kernels.latent_decode import TokenTrees, latent_decode
+from aserve_kernels.packed_mask import ListedKeys, PackedMask, packed_mask
 from aserve_kernels.paged_decode import paged_decode
 from aserve_kernels.paged_extend import paged_extend
-from aserve_kernels.paged_rows import PagedRows, Scoring
+from aserve_kernels.paged_rows import PagedRows, Scoring, TreeMask
 from aserve_kernels.paged_tiles import KvSplits
 from aserve_kernels.penalties import penalise
 from aserve_kernels.prepare_inputs import PackedInputs, Tables, prepare_inputs
@@ -54,7 +58,7 @@ from tests.kernels.lora_case import Shape, draw_case
 AMPERE, HOPPER = 80, 90
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 # Kernels whose loop over tiles must be software-pipelined with asynchronous copies (cp.async).
-PIPELINED = ("_attend_splits", "_attend_blocks", "_multiply")
+PIPELINED = ("_attend_splits", "_attend_latents", "_attend_blocks", "_multiply")
 # Rows, and tokens of each row.
 STEPS = [(1, 1), (1, 2), (2, 1), (3, 1), (4, 1), (5, 3), (16, 1), (3, 16), (17, 5), (32, 1)]
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, VOCAB = 6, 2, 64, 5000
@@ -145,6 +149,11 @@ def call_rope_and_store_kv(dtype: torch.dtype) -> None:
     rope_and_store_kv(heads, slots, pools, cos_sin=None)
 
 
+def call_grouped_linear() -> None:
+    bounds = torch.tensor([0, 2, 4], dtype=torch.int32)
+    grouped_linear(zeros(4, 128), zeros(2, 100, 128), zeros(2, 100), bounds[:2], bounds[1:])
+
+
 def call_invariant_linear(num_outs: int) -> None:
     invariant_linear(zeros(2, 128), zeros(num_outs, 128), zeros(num_outs))
 
@@ -154,6 +163,25 @@ def call_paged(**changes: object) -> None:
     case = paged_case.Case(rows, heads=(16, 4), head_dim=128, dtype=BF16)
     case = replace(case, **changes)  # type: ignore[arg-type]  # fields by name
     paged_case.run(paged_case.OPS, paged_case.make_inputs(case), case)
+
+
+def call_latent_decode(
+    num_tokens: int = 2,
+    *,
+    kv_dtype: torch.dtype = BF16,
+    fixed_split: int | None = None,
+    has_trees: bool = False,
+) -> None:
+    """The sizes of DeepSeek-V3."""
+    lens, starts = torch.tensor([5] * num_tokens), torch.arange(num_tokens + 1)
+    paged = PagedRows(zeros(9, 8, dtype=torch.int64), 16, lens, lens, starts, max_len=4096)
+    q, out = zeros(num_tokens, 128, 576), zeros(num_tokens, 128, 512)
+    latents = zeros(16, 1, 576, dtype=kv_dtype)
+    seen = zeros(num_tokens, 4, dtype=torch.bool)
+    latent_decode(
+        q, latents, paged, Scoring(0.1), out=out, splits=KvSplits(fixed_split=fixed_split),
+        trees=TokenTrees(seen, lens) if has_trees else None,
+    )  # fmt: skip
 
 
 def row_tables() -> tuple[Tensor, Tensor]:
@@ -190,6 +218,17 @@ def call_kv_indptr() -> None:
     kv_indptr(lens[:2], lens, window=None, page_size=16, out=out)
 
 
+def call_packed_mask() -> None:
+    """Trees whose mask has 16 columns or not, with a window or without."""
+    lens, ends = torch.tensor([30, 20]), torch.tensor([0, 5, 16])
+    firsts = zeros(2, dtype=torch.int32)
+    for width, window in ((16, None), (5, 8)):
+        seen = zeros(16, width, dtype=torch.bool)
+        tree = TreeMask(seen, zeros(16, dtype=torch.int64))
+        out = PackedMask(zeros(64, dtype=torch.uint8), zeros(3, dtype=torch.int32))
+        packed_mask(tree, ListedKeys(lens, ends, firsts, 16, 64), window=window, out=out)
+
+
 def call_add_lora() -> None:
     """As the attention and the MLP of a model have it, at ranks that are powers of two or not."""
     for shape, num_tokens in (((9, 16, 128, (96, 32, 32)), 4), ((9, 12, 96, (128,)), 1)):
@@ -200,7 +239,9 @@ def call_add_lora() -> None:
 # Kernels with matrix products, which differ most between architectures.
 PRODUCTS: tuple[Callable[[], object], ...] = (
     call_paged,
+    call_latent_decode,
     lambda: call_invariant_linear(300),
+    call_grouped_linear,
 )
 # Kernels and variants that no step in STEPS launches.
 OTHERS: tuple[Callable[[], object], ...] = (
@@ -208,6 +249,14 @@ OTHERS: tuple[Callable[[], object], ...] = (
     lambda: call_paged(splits=KvSplits(fixed_split=1024)),
     lambda: call_paged(head_dim=256, scoring=Scoring(0.1, window=30, softcap=50.0)),
     lambda: call_paged(kv_dtype=FP8),
+    lambda: call_paged(has_trees=True),
+    lambda: call_paged(has_trees=True, scoring=Scoring(0.1, window=30)),
+    lambda: call_paged(scoring=Scoring(0.1, is_causal=False)),
+    lambda: call_paged(scoring=Scoring(0.1, window=30, is_causal=False)),
+    lambda: call_latent_decode(500),
+    lambda: call_latent_decode(has_trees=True),
+    lambda: call_latent_decode(kv_dtype=FP8),
+    lambda: call_latent_decode(fixed_split=1024),
     lambda: call_invariant_linear(WIDE_FROM),
     *(partial(gated_mul, zeros(2, 600), kind) for kind in KINDS),
     lambda: call_rope_and_store_kv(BF16),
@@ -221,6 +270,10 @@ OTHERS: tuple[Callable[[], object], ...] = (
     call_penalise,
     lambda: bitmask.apply_bitmask(torch.zeros((2, 9000)), zeros(2, 282, dtype=torch.int32)),
     call_kv_indptr,
+    lambda: copy_rows(
+        zeros(9, 600), zeros(4, dtype=torch.int64), zeros(9, 600), zeros(4, dtype=torch.int64)
+    ),
+    call_packed_mask,
     call_add_lora,
 )
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aserve_kernels.paged_decode import paged_decode, paged_decode_ref
 from aserve_kernels.paged_extend import paged_extend, paged_extend_ref
-from aserve_kernels.paged_rows import PagedRows, Scoring
+from aserve_kernels.paged_rows import PagedRows, Scoring, TreeMask
 from aserve_kernels.paged_tiles import KvSplits
 
 SCORING = Scoring(0.3)
@@ -49,6 +49,7 @@ class Case:
     scoring: Scoring = SCORING
     splits: KvSplits = CUT
     max_len: int | None = None  # the bound of KV lengths that the host knows
+    has_trees: bool = False  # the queries of each row are the nodes of a random tree
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,21 @@ def make_inputs(case: Case) -> Inputs:
     joined = torch.randn(sizes, generator=generator).to(case.dtype)
     cu_query_lens = torch.nn.functional.pad(query_lens.cumsum(0), (1, 0))
     rows, max_len = torch.arange(1, len(lens) + 1), case.max_len or longest
-    paged = PagedRows(table, case.page_size, rows, lens, cu_query_lens, max_len)
+    tree = random_trees(query_lens, generator) if case.has_trees else None
+    paged = PagedRows(table, case.page_size, rows, lens, cu_query_lens, max_len, tree)
     return Inputs(joined[:, : case.heads[0]], keys, values, paged)
+
+
+def random_trees(query_lens: Tensor, generator: torch.Generator) -> TreeMask:
+    """Trees with several roots. Columns behind a row's queries hold anything."""
+    num_tokens, width = int(query_lens.sum()), int(query_lens.max())
+    seen = torch.rand(num_tokens, width, generator=generator) < 0.5
+    for first, query_len in zip(query_lens.cumsum(0) - query_lens, query_lens, strict=True):
+        rows = seen[first : first + query_len, :query_len]
+        rows[:] = torch.eye(int(query_len), dtype=torch.bool)
+        for node in range(2, int(query_len)):
+            rows[node] |= rows[int(torch.randint(node, (), generator=generator))]
+    return TreeMask.of(seen, query_lens.repeat_interleave(query_lens))
 
 
 def run(ops: tuple[Op, ...], given: Inputs, case: Case) -> Tensor:

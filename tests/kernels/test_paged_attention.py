@@ -49,6 +49,46 @@ def test_windows_and_caps_equal_the_reference(window: int | None, softcap: float
     assert_equals_reference(Case(((1, 70), (1, 129), (70, 200)), scoring=scoring))
 
 
+@pytest.mark.parametrize(
+    ("window", "page_size", "splits"),
+    [
+        (None, 16, KvSplits()),
+        (1, 16, KvSplits()),
+        (20, 1, KvSplits()),
+        (100, 64, KvSplits()),
+        (100, 16, KvSplits(fixed_split=64)),
+    ],
+)
+@pytest.mark.parametrize("has_trees", [False, True])
+def test_queries_that_see_keys_behind_them_or_only_their_branch_equal_the_reference(
+    window: int | None, page_size: int, splits: KvSplits, *, has_trees: bool
+) -> None:
+    """Behind prefixes of nothing, of whole tiles, of all but the last key of one and of parts of
+    one; in one block of queries and in several."""
+    scoring = Scoring(0.3, window=window, is_causal=has_trees)
+    rows = ((1, 70), (5, 5), (16, 79), (2, 130), (170, 231))
+    assert_equals_reference(
+        Case(
+            rows,
+            heads=(2, 1),
+            page_size=page_size,
+            scoring=scoring,
+            splits=splits,
+            has_trees=has_trees,
+            max_len=256,
+        )
+    )
+
+
+@pytest.mark.parametrize("fixed_split", [None, 64])
+def test_sinks_join_the_softmax(fixed_split: int | None) -> None:
+    """A sink below all scores, sinks among them, and one so far above that nothing else is left."""
+    scoring = Scoring(0.3, window=100, sinks=torch.tensor([-60.0, 0.0, 2.0, 300.0]))
+    splits = KvSplits(fixed_split=fixed_split)
+    case = Case(((1, 70), (40, 40), (1, 129)), scoring=scoring, splits=splits)
+    assert_equals_reference(case)
+
+
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_dtype_equals_the_reference(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:

@@ -175,7 +175,7 @@ TURN = SchedulerTick(
     num_waiting_clients=2,
     cached_pages=6,
 )
-REPORT = TickReport(("a", "b"), 2, 1, LaunchedSteps(2, 5, 7, 1, 9, 1, 5), 2, 3, 4, 2, 6)
+REPORT = TickReport(("a", "b"), 2, 1, LaunchedSteps(2, 5, 7, 1, 9, 1, 5, 9), 2, 3, 4, 2, 6)
 
 
 def test_a_turn_is_reported_as_its_sums() -> None:
@@ -217,6 +217,7 @@ def test_metrics_show_what_was_reported() -> None:
         "aserve_steps_failed_total": 1,
         "aserve_forward_iteration": 5,
         "aserve_prefill_tokens_total": 7,
+        "aserve_decodes_total": 9,
         "aserve_retractions_total": 1,
         "aserve_kv_pages": 9,
         "aserve_sequences_running": 1,

@@ -12,6 +12,9 @@ from torch import Tensor
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
 from aserve.gpu.kv.store import RopeAndStoreKv, rope_then_store_kv
 from aserve.gpu.models.base import CausalModel
+from aserve.gpu.models.indexer import IndexInputs
+from aserve.gpu.models.latent_attention import LatentInputs, attend_absorbed
+from aserve.gpu.models.ngram_embedding import id_window_of
 
 
 class DenseAttend:
@@ -19,13 +22,12 @@ class DenseAttend:
         self._store = store
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
+        self.indexed: dict[int, Tensor] = {}  # index keys
+        self.chosen: Tensor | None = None  # bool [queries, keys], within `attend_sparse`
         self.hidden_position: int | None = None  # as if the KV of that token were lost
 
     def __call__(self, layer: LayerSpec, inputs: AttentionInputs) -> Tensor:
-        heads = inputs.heads
-        k, v = heads.new_empty((2, len(heads), layer.num_kv_heads, layer.head_dim))
-        slots = torch.arange(len(heads), device=heads.device)
-        q = self._store(heads, inputs.rope, slots, (k, v), (1.0, 1.0))
+        q, k, v = self._stored(layer, inputs)
         keys = self.keys[layer.index] = _appended(self.keys.get(layer.index), k)
         values = self.values[layer.index] = _appended(self.values.get(layer.index), v)
         repeats = layer.num_heads // layer.num_kv_heads
@@ -33,21 +35,57 @@ class DenseAttend:
         scores = scores * layer.scale
         if layer.softcap is not None:
             scores = layer.softcap * torch.tanh(scores / layer.softcap)
-        weights = scores.masked_fill(~self._visible(layer, len(q), len(keys)), -torch.inf)
-        return torch.einsum(
-            "hqk,khd->qhd", weights.softmax(-1), values.repeat_interleave(repeats, dim=1)
-        )
+        scores = scores.masked_fill(~self._visible(layer, len(q), len(keys)), -torch.inf)
+        weights = scores.softmax(-1)
+        if inputs.sinks is not None:
+            total = scores.logsumexp(-1, keepdim=True)
+            weights = weights * torch.sigmoid(total - inputs.sinks[:, None, None])
+        return torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(repeats, dim=1))
+
+    def attend_sparse(self, layer: LayerSpec, inputs: LatentInputs, index: IndexInputs) -> Tensor:
+        """A stable sort chooses the keys, and a mask hides the others."""
+        name = layer.index
+        indexed = self.indexed[name] = _appended(self.indexed.get(name), index.keys)
+        is_seen = self._visible(layer, len(index.keys), len(indexed))
+        scores = index.scores(indexed).float().masked_fill(~is_seen, -torch.inf)
+        best = scores.argsort(dim=1, descending=True, stable=True)[:, : layer.index_top_k]
+        self.chosen = torch.zeros_like(is_seen).scatter_(1, best, value=True)
+        try:
+            return attend_absorbed(self, layer, inputs)
+        finally:
+            self.chosen = None
+
+    def _stored(self, layer: LayerSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
+        heads = inputs.heads
+        if layer.value_dim is not None:
+            q, latents = heads.split((layer.num_heads, layer.num_kv_heads), dim=1)
+            return q, latents, latents[..., : layer.value_dim]
+        k, v = heads.new_empty((2, len(heads), layer.num_kv_heads, layer.head_dim))
+        slots = torch.arange(len(heads), device=heads.device)
+        return self._store(heads, inputs.rope, slots, (k, v), (1.0, 1.0)), k, v
 
     def _visible(self, layer: LayerSpec, num_queries: int, num_keys: int) -> Tensor:
         """bool [queries, keys]."""
         query = torch.arange(num_keys - num_queries, num_keys).unsqueeze(1)
         key = torch.arange(num_keys)
-        visible = key <= query
+        visible = key // layer.block_len <= query // layer.block_len  # one position, if causal
         if layer.window is not None:
             visible &= key > query - layer.window
+        if self.chosen is not None:
+            visible &= self.chosen
         if self.hidden_position is not None:
             visible &= (key != self.hidden_position) | (key == query)
         return visible
+
+
+def given_ids(model: CausalModel, tokens: Tensor) -> Tensor:
+    """Returns what `forward` is given for a whole sequence: int64 [tokens], or [tokens, n] with the
+    ids before each token."""
+    size = id_window_of(model)
+    if size == 1:
+        return tokens
+    shifted = [torch.nn.functional.pad(tokens, (place, 0), value=-1) for place in range(size)]
+    return torch.stack([ids[: len(tokens)] for ids in shifted], dim=1)
 
 
 @torch.inference_mode()
@@ -62,8 +100,9 @@ def logits_of(
     attend = DenseAttend()
     attend.hidden_position = lost
     sizes = chunks or [len(tokens)]
-    parts = zip(tokens.split(sizes), torch.arange(len(tokens)).split(sizes), strict=True)
-    return torch.cat([model.logits(model.forward(ids, at, attend)) for ids, at in parts])
+    ids = given_ids(model, tokens)
+    parts = zip(ids.split(sizes), torch.arange(len(tokens)).split(sizes), strict=True)
+    return torch.cat([model.logits(model.forward(part, at, attend)) for part, at in parts])
 
 
 def _appended(history: Tensor | None, new: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from aserve.messages.base import array_i32
 from aserve.messages.step import ScheduleBatch
 from aserve.text.load import load_tokenizer
 from aserve.tiny import MODEL_DIR
+from tests.engine_device import engine_device
 
 NUM_TOKENS = 32
 STORY = (
@@ -67,7 +68,8 @@ def asks() -> list[Ask]:
 
 
 def options(**changed: Any) -> Resolved:
-    given = {"dtype": "float64", "debug_checks": True, "num_pages": 200} | changed
+    given = {"dtype": "float64", "debug_checks": True, "num_pages": 200, "device": engine_device()}
+    given |= changed
     return resolve(Raw(command_line=given), Facts(default_model=str(MODEL_DIR)))
 
 

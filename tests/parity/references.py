@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 PROMPT_LEN = 70
@@ -78,6 +79,60 @@ GRANITE = {
     "logits_scaling": 0.5,
 }
 
+DEEPSEEK = {
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 1.5,
+}
+SPARSE = {"index_n_heads": 24, "index_head_dim": 12, "index_topk": 20}
+GROUPED = {"topk_method": "group_limited_greedy", "first_k_dense_replace": 0}
+YARN_MSCALE = {"rope_type": "yarn", "factor": 4.5, "mscale": 1.0, "mscale_all_dim": 0.8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+GLM4_MOE = {
+    "attention_bias": True,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 2.5,
+    "use_qk_norm": True,
+}
+
+GPT_OSS = {
+    "attention_bias": True,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {"rope_type": "yarn", "factor": 4.5, "truncate": False, **STRETCHED},
+}
+
+LONGCAT: dict[str, Any] = {
+    **{name: DEEPSEEK[name] for name in ("kv_lora_rank", "q_lora_rank", "v_head_dim", "head_dim")},
+    **{name: DEEPSEEK[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim")},
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "ffn_hidden_size": 80,
+    "expert_ffn_hidden_size": 32,
+    "n_routed_experts": 6,
+    "zero_expert_num": 3,
+    "moe_topk": 4,
+    "routed_scaling_factor": 1.5,
+}
+
 # What differs from BASE: (architecture, its fields).
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -88,6 +143,18 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-yarn": ("Llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.5, **STRETCHED}}),
     "llama-llama3": ("Llama", {"rope_parameters": {**LLAMA3, "factor": 8.0, **STRETCHED}}),
     "llama-longrope": ("Llama", {"rope_parameters": {**LONG, **STRETCHED}}),
+    "deepseek2-lite": ("DeepseekV2", {**DEEPSEEK, "q_lora_rank": None}),
+    "deepseek2": ("DeepseekV2", {**DEEPSEEK, **GROUPED}),
+    "deepseek3": ("DeepseekV3", {**DEEPSEEK, "rope_parameters": {**YARN_MSCALE, **STRETCHED}}),
+    "deepseek3-halves": (
+        "DeepseekV3",
+        {**DEEPSEEK, "rope_interleave": False, "first_k_dense_replace": 3},
+    ),
+    "deepseek32": ("DeepseekV32", {**DEEPSEEK, **SPARSE}),
+    "deepseek32-yarn": (
+        "DeepseekV32",
+        {**DEEPSEEK, **SPARSE, "rope_parameters": {**YARN_MSCALE, **STRETCHED}},
+    ),
     "mistral": ("Mistral", {"sliding_window": 24}),
     "mistral-full": ("Mistral", {"sliding_window": None, "rope_theta": 1e6}),
     "gemma2": ("Gemma2", GEMMA2),
@@ -111,19 +178,25 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {**PHI3, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
     ),
     "phi3-longrope": ("Phi3", {**PHI3, **STRETCHED, "rope_parameters": PARTIAL_LONG}),
+    "glm4-moe": ("Glm4Moe", GLM4_MOE),
+    "glm4-moe-groups": ("Glm4Moe", {**GLM4_MOE, "n_group": 4, "topk_group": 2}),
+    "gpt-oss": ("GptOss", GPT_OSS),
     "granite": ("Granite", GRANITE),
     "granite-biased": ("Granite", {**GRANITE, "attention_bias": True, "mlp_bias": True}),
+    "longcat-flash": ("LongcatFlash", LONGCAT),
+    "mixtral": ("Mixtral", {"sliding_window": 24, "num_local_experts": 4}),
     "olmo2": ("Olmo2", {}),
     "olmo2-biased": ("Olmo2", {"attention_bias": True, "tie_word_embeddings": True}),
     "qwen2": ("Qwen2", {}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-sliding": ("Qwen2", {**SWITCHED, "max_window_layers": 1}),
+    "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),
     "qwen3": ("Qwen3", {}),
     "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True}),
     "qwen3-sliding": ("Qwen3", {**SWITCHED, "max_window_layers": 1}),
     "qwen3-mixed": ("Qwen3", {**SWITCHED, **MIXED}),
+    "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]}),
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 # Without code of aserve's own: these run in transformers' code.
 OTHER_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -132,12 +205,9 @@ OTHER_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("Exaone4", MIXED),
     "glm4": ("Glm4", {"pad_token_id": 0}),
     "gpt-neox": ("GPTNeoX", {"hidden_size": 64}),
-    "mixtral": ("Mixtral", {"sliding_window": 24, "num_local_experts": 4}),
     "olmo": ("Olmo", {"clip_qkv": 2.0}),
     "olmo3": ("Olmo3", MIXED),
     "opt": ("OPT", {"ffn_dim": 80, "word_embed_proj_dim": 48}),
-    "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 32}),
-    "qwen3-moe": ("Qwen3Moe", EXPERTS),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 1, 0], "pad_token_id": 0}),
     "starcoder2": ("Starcoder2", {"sliding_window": 24}),
 }
@@ -169,7 +239,18 @@ def make_reference(kind: str, directory: Path) -> Reference:
         logits = model(tokens.unsqueeze(0)).logits[0]
         neighbour_logits = model(neighbour.unsqueeze(0)).logits[0]
     model.save_pretrained(directory)
+    if kind == "longcat-flash":
+        _drop_identity_experts(directory / "model.safetensors")
     return Reference(directory, prompt, greedy, logits, neighbour, neighbour_logits)
+
+
+def _drop_identity_experts(path: Path) -> None:
+    """transformers writes gates without meaning for them, which the published checkpoints lack."""
+    names = tuple(f".mlp.experts.{number}." for number in (6, 7, 8))
+    tensors = load_file(path)
+    kept = {n: tensor for n, tensor in tensors.items() if not any(part in n for part in names)}
+    assert len(kept) < len(tensors)
+    save_file(kept, path)
 
 
 def _new_model(kind: str) -> Any:
@@ -189,8 +270,11 @@ def _randomise_vectors(model: Any) -> None:
     """Norms start at one and biases at zero, where mixing them up would not be seen."""
     for name, weight in model.named_parameters():
         if weight.ndim == 1:
-            centre = 0.0 if name.endswith("bias") else 1.0
+            centre = 0.0 if name.endswith(("bias", "sinks")) else 1.0
             torch.nn.init.normal_(weight, mean=centre, std=0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.2)
 
 
 def _fix_frequencies(model: Any) -> None:

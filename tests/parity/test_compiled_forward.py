@@ -51,7 +51,9 @@ class Site:
     def plain(self, batch: ForwardBatch) -> Tensor:
         attention = TorchReference(self.pools)
         attend = attention.bind(batch, attention.plan(batch))
-        return self.model.forward(batch.input_ids, batch.rope_positions, attend)
+        return self.model.forward(
+            batch.input_ids, batch.rope_positions, attend, capture=batch.capture
+        )
 
     def compiled(self) -> CompiledForward:
         made = make_compiled_forward(self.model, self.state)
@@ -90,6 +92,11 @@ def distance(got: Tensor, expected: Tensor) -> float:
     return float((got.float() - expected.float()).norm() / expected.float().norm())
 
 
+def streams_of(capture: HiddenCapture, hidden: Tensor) -> tuple[Tensor, ...]:
+    assert capture.before_norm is not None
+    return (*capture.layers, capture.before_norm, hidden)
+
+
 @pytest.mark.slow
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -97,17 +104,21 @@ def distance(got: Tensor, expected: Tensor) -> float:
 def test_one_call_gives_the_hidden_states_and_kv_of_many(
     kind: str, dtype: torch.dtype, reference_of: ReferenceOf, tmp_path: Path
 ) -> None:
-    """Prompts, chunks behind a prefix and decoding rows, shorter and longer than the windows."""
+    """Prompts, chunks behind a prefix and decoding rows, shorter and longer than the windows. A
+    drafter may read the residual streams."""
     directory = rounded(reference_of(kind), dtype, tmp_path)
     exact, here = site(directory, torch.float32), site(directory, dtype)
     fused_step = here.compiled()
     for query_lens, lens in (([1, 1, 1], [0, 30, 70]), ([19, 1, 3, 33], [0, 41, 25, 30])):
         batch = ForwardBatch.init_new(device_batch(query_lens, lens), here.pools)
         before = [part.clone() for part in here.parts()]
-        expected = exact.plain(batch)
-        got = fused_step.run(batch)
-        assert got.dtype == dtype
-        assert distance(got, expected) < TOLERANCES[dtype]
+        wanted, found = (HiddenCapture((0, 1), wants_before_norm=True) for _ in range(2))
+        expected = exact.plain(batch.overridden(ForwardOverrides(capture=wanted)))
+        got = fused_step.run(batch.overridden(ForwardOverrides(capture=found)))
+        streams = zip(streams_of(found, got), streams_of(wanted, expected), strict=True)
+        for stream, its_stream in streams:
+            assert stream.dtype == dtype
+            assert distance(stream, its_stream) < TOLERANCES[dtype]
         for part, its_kv, old in zip(here.parts(), exact.parts(), before, strict=True):
             assert distance(part, its_kv) < TOLERANCES[dtype]
             is_kept = (its_kv == old.float()).all(dim=(1, 2))
@@ -121,9 +132,9 @@ def test_what_it_cannot_do_is_left_to_the_model(reference_of: ReferenceOf) -> No
 
     made = device_batch([9], [0])
     plain = ForwardBatch.init_new(made, here.pools)
-    watched = ForwardOverrides(capture=HiddenCapture(layer_ids=(0,)))
+    in_tree = ForwardOverrides(tree_mask=torch.ones(9, 9, dtype=torch.bool))
     assert fused_step.can_run(plain)
-    assert not fused_step.can_run(ForwardBatch.init_new(made, here.pools, watched))
+    assert not fused_step.can_run(ForwardBatch.init_new(made, here.pools, in_tree))
     assert not fused_step.can_run(replace(plain, query_lens_cpu=np.array([1, FEW_TOKENS + 1])))
     assert fused_step.can_run(replace(plain, query_lens_cpu=np.array([FEW_TOKENS] * 3)))
     joint = site(reference_of("olmo2").directory, torch.float32)

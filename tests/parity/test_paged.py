@@ -34,6 +34,14 @@ MIXED = (
     *("llama-yarn", "llama-llama3", "qwen3-sliding", "qwen2-sliding", "gemma2", "gemma3", "phi3"),
     *("granite", "cohere2", "gpt-neox", "qwen3-moe"),
 )
+# Not every backend supports latents.
+LATENT = [
+    ("deepseek3", 1, "paged-cpu"),
+    ("deepseek2", 16, "paged-cpu"),
+    ("deepseek3", 7, "torch-ref"),
+    ("deepseek32", 1, "torch-ref"),
+    ("deepseek32", 7, "paged-cpu"),
+]
 NUM_PAGES = {1: 4 * MAX_MODEL_LEN, 7: 90, 16: 40}
 IS_LARGE = os.environ.get("ASERVE_TEST_PROFILE") == "large"
 
@@ -114,7 +122,7 @@ async def test_prefill_and_greedy_decode_equal_transformers(
     assert tokens == ids_of(reference.greedy)
 
 
-@pytest.mark.parametrize(("kind", "page_size", "backend"), cases(CHUNKED))
+@pytest.mark.parametrize(("kind", "page_size", "backend"), [*cases(CHUNKED), *LATENT])
 async def test_chunked_prefill_equals_transformers(
     kind: str, page_size: int, backend: str, reference_of: ReferenceOf
 ) -> None:
@@ -131,7 +139,7 @@ async def test_chunked_prefill_equals_transformers(
     assert tokens == ids_of(reference.greedy[:21])
 
 
-@pytest.mark.parametrize(("kind", "page_size", "backend"), cases(MIXED))
+@pytest.mark.parametrize(("kind", "page_size", "backend"), [*cases(MIXED), *LATENT])
 async def test_mixed_steps_equal_transformers(
     kind: str, page_size: int, backend: str, reference_of: ReferenceOf
 ) -> None:

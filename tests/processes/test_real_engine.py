@@ -12,6 +12,7 @@ import pytest
 
 from aserve.config import Facts, Raw, resolve
 from aserve.frontend import Frontend
+from aserve.http.probes import health_of
 from aserve.messages.requests import (
     GenerateRequest,
     LoadWeights,
@@ -31,6 +32,14 @@ pytestmark = pytest.mark.slow
 NUM_TOKENS = 40
 START_S = 100.0  # a GPU's first start compiles kernels
 PLAIN = SamplingParams(seed=1, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+async def until_ready(app: Frontend) -> None:
+    """Waits for the grammar worker, which the engine has started before it loaded the model."""
+    while health_of(app.state, 300).status != "ready":
+        assert app.state.watch.stage.stage == "grammars"
+        await asyncio.sleep(0.01)
+    assert app.state.watch.stage.stage == "started"
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -53,6 +62,7 @@ async def test_the_engine_of_a_device_answers_over_its_socket_also_with_other_we
             ready = await core.ready
             assert device in ready.about
             await app.join(core, load_text(MODEL_DIR, resolved.model))
+            await until_ready(app)
             answers = await asyncio.gather(*(tokens_of(f"r{number}") for number in range(3)))
             write_merged(tmp_path / "b", write_adapter(tmp_path / "a", Recipe(1)), Recipe(1))
             assert await core.run_job(LoadWeights(1, str(tmp_path / "b"))) is None

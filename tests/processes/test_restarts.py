@@ -19,6 +19,7 @@ from aserve.messages.requests import (
     AdmitRequest,
     LoadLora,
     LoadWeights,
+    Profile,
     SamplingParams,
     Sleep,
     Wake,
@@ -212,7 +213,9 @@ async def test_requests_outlive_a_sleep_of_the_engine_unless_their_time_is_over(
     """It counts as no death, however often it sleeps."""
     async with running("steady", max_s=120, max_restarts=0) as rig:
         core, state = rig.core, rig.frontend.state
-        asked = [asyncio.ensure_future(rig.ask(f"{i}", seed=i)) for i in range(4)]
+        # Long enough that none ends before the engine sleeps twice, even where this process stalls.
+        long = {"max_tokens": 240}
+        asked = [asyncio.ensure_future(rig.ask(f"{i}", seed=i, **long)) for i in range(4)]
         for number in range(2):
             await until_tokens(rig, 40 * (number + 1))
             timed = asyncio.ensure_future(rig.ask(f"timed{number}", max_tokens=60, timeout_s=1))
@@ -231,7 +234,7 @@ async def test_requests_outlive_a_sleep_of_the_engine_unless_their_time_is_over(
             twice = await asyncio.gather(core.run_job(Wake()), core.run_job(Wake()))
             assert [*twice] == [None, None]
         for seed, answer in enumerate(await asyncio.gather(*asked)):
-            assert tokens_of(answer) == expected(seed=seed)
+            assert tokens_of(answer) == expected(seed=seed, **long)
         assert rig.metric("aserve_engine_restarts_total") == 0
         assert len(core._journal) == 0
 
@@ -245,6 +248,55 @@ async def test_an_engine_that_cannot_wake_goes_on_sleeping(kind: str, tmp_path: 
         assert not rig.died.is_set()
         assert await rig.core.run_job(Wake()) is None
         assert tokens_of(await rig.ask("a")) == expected(seed=1)
+
+
+NAP_S = 0.2
+
+
+@pytest.mark.slow
+async def test_an_idle_engine_naps_until_a_request_or_a_job_comes() -> None:
+    """It does not nap while it works, and a request that comes while it falls asleep waits, too."""
+    async with running("steady", nap_after_s=NAP_S) as rig:
+        state = rig.frontend.state
+        await asyncio.sleep(NAP_S / 10)
+        assert rig.core.is_up, "the time counts from the end of its start"
+        for number in range(1, 4):
+            answer = await rig.ask(f"{number}", max_tokens=60)
+            assert tokens_of(answer) == expected(seed=1, max_tokens=60)
+            assert rig.engine._num_starts == number, "it was up while it worked"
+            if number == 1:
+                await asyncio.to_thread(rig.process.wait, 5)
+                health = health_of(state, 300)
+                assert (health.status, "sleeps" in health.reason) == ("ready", True)
+            while rig.core.is_up:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            assert state.refusal() is None
+        assert await rig.core.run_job(Profile(1)) is None
+        assert rig.core._sleep._idle_left_s(NAP_S) == NAP_S, "a nap would lose the profile"
+        refused = await rig.core.run_job(Sleep())
+        assert refused is not None
+        assert refused.code == "profile_running"
+        assert await rig.core.run_job(Profile(2, "there")) is None
+        assert await rig.core.run_job(LoadLora(1, 1, "there")) is None
+        assert await rig.core.run_job(Sleep()) is None
+        waiting = asyncio.ensure_future(rig.ask("waiting", timeout_s=3 * NAP_S))
+        assert (await waiting)[-1].error is not None, "the administrator's sleep is no nap"
+        assert await rig.core.run_job(Wake()) is None
+        assert tokens_of(await rig.ask("last")) == expected(seed=1)
+        assert rig.metric("aserve_engine_restarts_total") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["relapsing", "refusing"])
+async def test_a_request_that_cannot_wake_the_engine_is_refused_and_the_next_one_tries_again(
+    kind: str, tmp_path: Path
+) -> None:
+    async with running(kind, nap_after_s=NAP_S, record=str(tmp_path / "recording")) as rig:
+        await asyncio.to_thread(rig.process.wait, 5)
+        *_, refused = await rig.ask("a")
+        assert refused.error is not None
+        assert not rig.died.is_set()
+        assert tokens_of(await rig.ask("b")) == expected(seed=1)
 
 
 @pytest.mark.slow

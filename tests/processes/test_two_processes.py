@@ -40,6 +40,7 @@ TEXT = TextSide(byte_level_tokenizer())
 
 
 def options(**given: object) -> Resolved:
+    given = {"grammar_workers": 0} | given
     return resolve(Raw(command_line=given), Facts(default_model="none"))
 
 
@@ -50,7 +51,14 @@ def command(kind: str) -> tuple[str, ...]:
 class Rig:
     """A frontend whose engine is a fake one in another process."""
 
-    def __init__(self, kind: str = "good", *, max_restarts: int = 0, **given: object) -> None:
+    def __init__(
+        self,
+        kind: str = "good",
+        *,
+        max_restarts: int = 0,
+        nap_after_s: float | None = None,
+        **given: object,
+    ) -> None:
         self.died = asyncio.Event()
         self._resolved = options(**given)
         self.frontend = Frontend(self._resolved, on_death=self.died.set)
@@ -60,7 +68,7 @@ class Rig:
         self.engine = EngineProcess(
             command(kind), Start(self._resolved, "nowhere", "/"), max_restarts=max_restarts
         )
-        self.core = RemoteEngineCore(ports, self.engine)
+        self.core = RemoteEngineCore(ports, self.engine, nap_after_s=nap_after_s)
 
     @property
     def process(self) -> subprocess.Popen[bytes]:

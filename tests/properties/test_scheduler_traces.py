@@ -18,6 +18,7 @@ from aserve.actors.replay import replay
 from aserve.messages.base import array_i32, pack_i32
 from aserve.messages.executor import DecodeCaps, EngineSpec, GroupSpec
 from aserve.messages.requests import AdmitRequest, ReasoningIds, SamplingParams, stamp_of
+from aserve.messages.results import StepTimes
 from aserve.messages.step import DraftTree
 from tests.fakes.hash_model import HashModel
 from tests.fakes.toy_device import TOY
@@ -99,8 +100,8 @@ def specs(draw: st.DrawFn) -> EngineSpec:
         window = draw(st.integers(2, 9))
         num_pages = -(-window // page_size) + draw(st.integers(3, 12))
         groups.append(GroupSpec(f"window {number}", num_pages, window))
-    tree = draw(st.none() | st.tuples(st.just(0), *(st.integers(0, i) for i in range(1, 4))))
-    most = draw(st.sampled_from([1, 1, 2, 3])) if tree is None else 1 + len(tree)
+    tree = draw(st.none() | st.builds(DraftTree, max_depth=st.integers(1, 4)))
+    most = draw(st.sampled_from([1, 1, 2, 3])) if tree is None else 5
     root_len = draw(st.sampled_from([1, 1, 1, 0])) if tree is None else 1
     return EngineSpec(
         page_size=page_size,
@@ -118,7 +119,7 @@ def specs(draw: st.DrawFn) -> EngineSpec:
             max_tokens_per_step=most,
             root_len=root_len,
             mixes_prefill=draw(st.booleans()),
-            tree=None if tree is None else DraftTree(tree),
+            tree=tree,
             key_lookahead=draw(st.sampled_from([0, 0, 1])) if tree is None and root_len else 0,
         ),
         names_shared_pages=draw(st.booleans()),
@@ -145,6 +146,18 @@ def traces(draw: st.DrawFn) -> Trace:
         mask_fail_rate=draw(st.sampled_from([0.0, 0.0, 0.0, 0.1])),
         transfer_fail_rate=draw(st.sampled_from([0.0, 0.0, 0.2])),
         events_per_turn=draw(st.sampled_from([1, 1, 3, 6])),
+        times=draw(st.none() | times_of(spec.decode)),
+    )
+
+
+def times_of(caps: DecodeCaps) -> st.SearchStrategy[StepTimes | None]:
+    """Drafts pay always, if half of them are accepted, or hardly ever."""
+    most = caps.max_tokens_per_step - caps.root_len
+    if most < 1 or not caps.root_len:
+        return st.none()
+    costs = st.sampled_from([1.2, 1.7, 0.95 * (1 + most)])
+    return costs.map(
+        lambda cost: StepTimes((1, 5), (1.0, 2.0), {0: (1.1, 2.2), most: (cost, 2 * cost)})
     )
 
 
@@ -192,9 +205,11 @@ def test_a_saved_trace_replays_to_the_same_effects(tmp_path: Path) -> None:
         max_batched_tokens=8,
         vocab_size=VOCAB,
         names_shared_pages=True,
+        decode=DecodeCaps(max_tokens_per_step=3),
     )
     rates: dict[str, Any] = {"cancel_rate": 0.05, "amend_rate": 0.2, "fail_rate": 0.1}
-    run = TraceRun(Trace(spec=spec, requests=requests, seed=5, **rates))
+    times = StepTimes((1, 4), (1.0, 2.0), {0: (1.0, 2.0), 2: (1.5, 3.0)})
+    run = TraceRun(Trace(spec=spec, requests=requests, seed=5, times=times, **rates))
     run.run()
     run.save(tmp_path / "saved.trace")
     lines = list(replay(tmp_path / "saved.trace"))

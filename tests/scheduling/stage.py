@@ -55,6 +55,7 @@ def request(
     priority: int = 0,
     client: str = "",
     awaits_kv: bool = False,
+    sends_kv: bool = False,
 ) -> AdmitRequest:
     return AdmitRequest(
         request_id=name,
@@ -64,6 +65,7 @@ def request(
         priority=priority,
         client=client,
         awaits_kv=awaits_kv,
+        sends_kv=sends_kv,
     )
 
 

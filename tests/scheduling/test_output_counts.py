@@ -62,6 +62,20 @@ def test_blocks_launched_ahead_are_told_bounds_of_their_lengths() -> None:
     assert (kv_lens(block), block.bounds) == ([10], b"\x01")
 
 
+def test_each_pass_ahead_has_room_for_a_whole_block() -> None:
+    """The first block has the end of the prompt, and the host does not know which pass ends it."""
+    stage = Stage(engine(msgspec.structs.replace(BLOCKS, whole_windows=True, block_len=4), lead=2))
+    stage.play(request("a", [5, 6, 7], max_tokens=20))
+    found = [(kv_lens(batch), query_lens(batch)) for batch in stage.batches]
+    assert found == [([0], [3]), ([3], [1])]
+    for number, (tokens, expected) in enumerate(
+        [(None, ([4], [4])), ([], ([7], [4])), ([10], ([8], [4])), ([], ([8], [4]))], start=1
+    ):
+        stage.play(result(number, {} if tokens is None else {1: tokens}))
+        [block] = stage.batches
+        assert (kv_lens(block), query_lens(block)) == expected
+
+
 @pytest.mark.parametrize("lead", [1, 2])
 def test_a_prefill_that_gives_no_token_computes_its_last_position_again(lead: int) -> None:
     stage = Stage(engine(DecodeCaps(min_tokens_per_step=0), lead=lead))
@@ -81,7 +95,7 @@ def test_a_prefill_that_gives_no_token_computes_its_last_position_again(lead: in
 
 
 def test_a_tree_of_drafts_bounds_the_length_by_its_longest_path() -> None:
-    tree = DraftTree((0, 0, 1, 1))
+    tree = DraftTree(max_depth=2)
     stage = Stage(engine(DecodeCaps(max_tokens_per_step=5, tree=tree), lead=2))
     stage.play(request("a", [5, 6, 7], max_tokens=30))
     _, window = stage.batches
@@ -95,6 +109,7 @@ def test_a_tree_of_drafts_bounds_the_length_by_its_longest_path() -> None:
     assert (kv_lens(window), window.bounds) == ([8], b"\x01")
 
 
-def test_the_first_drafts_of_a_tree_are_a_tree() -> None:
-    tree = DraftTree((0, 0, 1, 3))
-    assert [tree.depth(num_drafts) for num_drafts in range(5)] == [0, 1, 1, 2, 3]
+def test_the_depth_of_a_tree_is_bounded_and_that_of_a_chain_is_not() -> None:
+    tree = DraftTree(max_depth=3, max_nodes=4)
+    depths = [tree.depth(num_drafts) for num_drafts in range(7)]
+    assert depths == [0, 1, 2, 3, 3, 5, 6]  # the last two are chains

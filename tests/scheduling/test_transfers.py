@@ -10,8 +10,9 @@ from aserve.errors import StepError
 from aserve.messages.base import CancelReason, array_i32, pack_i32
 from aserve.messages.output import Retired, StepOutput
 from aserve.messages.requests import Cancel, FailRequest
-from aserve.messages.results import KvFailed, KvReady, StepFailed
-from aserve.messages.step import ReceiveKv, Resync
+from aserve.messages.results import StepFailed
+from aserve.messages.step import Resync
+from aserve.messages.transfers import KvFailed, KvReady, ReceiveKv, SendKv
 from tests.scheduling.stage import Stage, ids, request, result, rows, spec
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -27,8 +28,8 @@ def num_free(stage: Stage) -> int:
     return stage.scheduler.state.cache.available(0)
 
 
-def awaiting(num_pages: int = 33) -> Stage:
-    stage = Stage(spec(num_pages=num_pages))
+def awaiting(num_pages: int = 33, *, depth: int = 2) -> Stage:
+    stage = Stage(spec(num_pages=num_pages, depth=depth, lead=depth))
     stage.play(request("a", PROMPT, awaits_kv=True))
     return stage
 
@@ -118,15 +119,67 @@ def test_an_end_before_the_transfer_began_gives_the_pages_back_at_once() -> None
     assert stage.of(ReceiveKv) == []
 
 
-def test_a_transfer_that_fails_ends_its_sequence() -> None:
-    stage = awaiting()
+def test_a_sequence_whose_transfer_fails_is_computed_here() -> None:
+    stage = awaiting(depth=1)
     stage.play(KvFailed("a", 0, ERROR))
-    [end] = stage.effects
-    assert isinstance(end, Retired)
-    assert (end.reason, end.error) == ("error", ERROR)
-    assert num_free(stage) == 32
+    assert stage.of(Retired) == []
+    [batch] = stage.batches
+    assert (ids(batch), array_i32(batch.kv_lens).tolist()) == (PROMPT, [0])
     stage.play(ready())
     assert stage.effects == []
+
+
+def with_cached_page() -> Stage:
+    """The first page of the prompt is cached, and nothing runs."""
+    stage = awaiting(depth=1)
+    stage.play(ready())
+    stage.play(Cancel("a", None, 0, "cancelled"), result(1, {1: [50]}))
+    return stage
+
+
+def test_a_prefix_hit_is_not_transferred() -> None:
+    stage = with_cached_page()
+    prompt = [*PROMPT[:4], *range(20, 26)]
+    stage.play(request("b", prompt, awaits_kv=True))
+    [transfer] = stage.of(ReceiveKv)
+    assert (transfer.first, transfer.num_tokens) == (4, 10)
+    assert array_i32(transfer.token_ids).tolist() == prompt
+    stage.play(KvReady("b", 0, b""))
+    assert (ids(stage.batches[0]), array_i32(stage.batches[0].kv_lens).tolist()) == ([25], [9])
+
+
+def test_no_more_than_a_page_is_computed_here() -> None:
+    stage = with_cached_page()
+    stage.play(request("b", [*PROMPT[:4], 1, 2, 3, 4], awaits_kv=True))
+    assert stage.of(ReceiveKv) == []
+    assert ids(stage.batches[0]) == [1, 2, 3, 4]
+
+
+def test_the_same_prompt_is_transferred_once() -> None:
+    stage = awaiting(depth=1)
+    stage.play(request("b", PROMPT, awaits_kv=True))
+    assert stage.of(ReceiveKv) == []
+    stage.play(KvReady("a", 0, b""))
+    [batch] = stage.batches
+    assert stage.of(ReceiveKv) == []
+    assert ids(batch) == [9, 9]
+
+
+def test_kv_that_another_engine_wants_is_announced_after_each_chunk() -> None:
+    stage = Stage(spec(max_batched_tokens=4, depth=1, lead=1))
+    stage.play(request("a", [*PROMPT, 10, 11], max_tokens=0, sends_kv=True))
+    assert stage.of(SendKv) == []
+    stage.play(result(1, {}))
+    [first] = stage.of(SendKv)
+    assert (first.request_id, first.num_tokens) == ("a", 4)
+    stage.play(result(2, {}))
+    [last] = stage.of(SendKv)
+    assert last.num_tokens == 7
+    assert [array_i32(pages).tolist()[:1] for pages in last.pages] == [
+        array_i32(pages).tolist()[:1] for pages in first.pages
+    ]
+    kinds = [type(effect) for effect in stage.effects]
+    assert kinds.index(SendKv) < kinds.index(Retired)
 
 
 def test_a_failed_step_of_others_leaves_a_transfer_alone() -> None:

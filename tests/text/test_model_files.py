@@ -158,7 +158,9 @@ def test_the_code_of_a_checkpoint_is_neither_run_nor_asked_about(
         return "y"
 
     monkeypatch.setattr("builtins.input", consent)
-    with pytest.raises(ConfigError, match="no usable tokenizer"):
+    with pytest.raises(
+        ConfigError, match=r"no usable tokenizer: its code is .* Save the tokenizer as"
+    ):
         load_tokenizer(tmp_path)
     assert not (tmp_path / "ran").exists()
     assert questions == []

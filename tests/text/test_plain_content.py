@@ -16,9 +16,10 @@ from aserve.config import ModelOptions
 from aserve.errors import InvalidRequest
 from aserve.messages.requests import ChatPrompt
 from aserve.text import plain_content
+from aserve.text.lengths import PromptLimits
 from aserve.text.load import load_text
 from aserve.text.plain_content import SLICE_CHARS, PlainContent
-from aserve.text.prompt import PromptEncoder, PromptLimits
+from aserve.text.prompt import PromptEncoder
 from aserve.text.template import ChatTemplate
 from aserve.text.tokenizer import TextTokenizer
 from aserve.tiny import MODEL_DIR

@@ -21,7 +21,9 @@ from aserve.messages.requests import (
     TokenPrompt,
 )
 from aserve.text.defaults import bad_word_ids
-from aserve.text.prompt import Prepared, PromptEncoder, PromptLimits, end_ids
+from aserve.text.lengths import PromptLimits
+from aserve.text.prompt import Prepared, PromptEncoder
+from aserve.text.sampling_ids import end_ids
 from aserve.text.template import ChatTemplate
 from aserve.text.tokenizer import TextTokenizer
 from tests.text.vocabularies import byte_level_tokenizer
@@ -133,6 +135,35 @@ def test_invalid_prompts_are_refused(
     with pytest.raises(AserveError, match=said) as caught:
         prepared(prompt, sampling)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("num_ids", "max_tokens", "truncated", "expected"),
+    [
+        (3, 4, None, (0, 3, 4)),
+        (3, 40, None, (0, 3, 7)),
+        (3, None, None, (0, 3, 7)),
+        (40, 4, None, (0, 9, 1)),
+        (40, None, None, (0, 9, 1)),
+        (40, 0, None, (0, 10, 0)),
+        (40, 4, 5, (35, 5, 4)),  # the request keeps its end
+        (40, 4, 20, (20, 9, 1)),
+        (40, 4, -1, (34, 6, 4)),
+    ],
+)
+def test_with_auto_truncate_a_prompt_loses_its_end_and_max_tokens_is_what_fits(
+    num_ids: int, max_tokens: int | None, truncated: int | None, expected: tuple[int, int, int]
+) -> None:
+    limits = msgspec.structs.replace(LIMITS, auto_truncate=True)
+    encoder = PromptEncoder(TOKENIZER, template=None, limits=limits)
+    sampling = SamplingParams(seed=1, max_tokens=max_tokens)
+    prompt = TokenPrompt(tuple(range(num_ids)))
+    request = GenerateRequest("r", prompt, sampling, truncate_prompt_tokens=truncated)
+    admit = encoder.prepare(request).admit
+    first, *others = array_i32(admit.prompt_ids).tolist()
+    assert (first, 1 + len(others), admit.sampling.max_tokens) == expected
+    text = TextPrompt("a" * 40)
+    assert len(encoder.prepare(GenerateRequest("r", text, sampling)).admit.prompt_ids) <= 40
 
 
 @pytest.mark.parametrize("token_id", [-1, LIMITS.vocab_size, 2**40])

@@ -18,7 +18,8 @@ from aserve.messages.requests import (
     TextPrompt,
     TokenPrompt,
 )
-from aserve.text.prompt import MIN_TRUNCATED_BYTES, PromptEncoder, PromptLimits
+from aserve.text.lengths import PromptLimits
+from aserve.text.prompt import MIN_TRUNCATED_BYTES, PromptEncoder
 from aserve.text.template import ChatTemplate
 from aserve.text.text_size import UNBOUNDED
 from aserve.text.tokenizer import TextTokenizer

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import functools
+import string
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from aserve.text.tokenizer import TextTokenizer
 
@@ -75,4 +84,18 @@ def word_backend() -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()
     backend.add_special_tokens(["[SEP]"])
+    return backend
+
+
+def bert_backend() -> Tokenizer:
+    """[PAD] 0, [CLS] 1, [SEP] 2, then the letters a, b, c, ..., with BERT's pairs of texts."""
+    words = ["[PAD]", "[CLS]", "[SEP]", *string.ascii_lowercase]
+    vocab = {word: i for i, word in enumerate(words)}
+    backend = Tokenizer(models.WordPiece(vocab, unk_token="[PAD]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
+    )
     return backend

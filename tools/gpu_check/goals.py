@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from aserve.gpu.spec.registry import ALGORITHMS
 from tools.gpu_check.peers import PEERS
 from tools.gpu_check.records import Record
+from tools.gpu_check.speculation import BUNDLED
 
 TESTS = "tests"
 DRY = "dry run: no verdict"
@@ -67,9 +69,28 @@ def _decode(part: str, model: str, lows: Mapping[int, float]) -> Iterator[Measur
         yield Measure(f"{what}: tokens/s", part, f"executor_tok_s_b{batch}", "{:,.0f}")
 
 
+def _speculation(name: str) -> Iterator[Measure]:
+    part = f"speculation-{name}"
+    yield Measure(
+        f"{name}, bundled model, float32: outputs that equal plain decoding",
+        *(part, "equal_outputs"),
+        low=1.0,
+    )
+    if name in BUNDLED:
+        yield Measure(
+            f"{name}: verify steps over those of plain PyTorch, difference to 1",
+            *(part, "acceptance_error"),
+            high=0.02,
+        )
+    yield Measure(f"{name}: decode steps that are replayed", part, "replayed_share", low=0.9)
+    yield Measure(f"{name}, batch 1: tokens/s over plain decoding", part, "gain_b1")
+    yield Measure(f"{name}, batch 1: step with drafts over plain step", part, "step_cost_b1")
+
+
 MEASURES: tuple[Measure, ...] = (
     *_decode("decode-small", "Qwen3-0.6B shape", {1: 0.97, 64: 0.98, 256: 0.98}),
     *_decode("decode-large", "Qwen3-8B shape", {1: 0.98, 64: 0.98, 256: 0.98}),
+    *(measure for name in ALGORITHMS for measure in _speculation(name)),
     Measure(
         "device idle between two decode steps while work waits, us, batch 256",
         *("decode-small", "idle_us_b256", "{:,.1f}"),

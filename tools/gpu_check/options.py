@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from aserve.option import Limits, option
+from aserve.options.option import Limits, option
 from tools.gpu_check.wheels import OUT
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aserve.bench.catalog import BENCHES
+from aserve.gpu.spec.registry import ALGORITHMS
 
 ROOT = Path(__file__).parents[2]
 MARK = "mark.gpu"  # a file with tests for a GPU contains it
@@ -48,6 +49,12 @@ MEASURES: Mapping[str, Part] = {
     "decode-small": Part("decode steps, small model", HERE + "decode", "small"),
     "decode-large": Part("decode steps, large model", HERE + "decode", "large"),
     "prefill": Part("one long prompt, large model", HERE + "prefill"),
+    **{
+        f"speculation-{name}": Part(
+            f"the drafts of {name} against plain decoding", HERE + "speculation", name
+        )
+        for name in ALGORITHMS
+    },
     "offline": Part("the load in the READMEs of other engines", HERE + "published"),
     "overlap": Part("two steps in flight against one", HERE + "overlap"),
     "http": Part("streaming clients against the engine's own rate", HERE + "http_load"),

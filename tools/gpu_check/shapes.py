@@ -105,6 +105,7 @@ class Sizes:
     prefill_len: int
     repeats: int
     replays: int  # of a captured step, timed together
+    num_prompts: int  # of the bundled model
     copy_bytes: int
     matrix: int  # rows and columns of the matrices in the matmul rate
     published: tuple[int, int, int]  # number of requests, shortest and longest length
@@ -129,6 +130,7 @@ FULL = Sizes(
     prefill_len=8192,
     repeats=3,
     replays=100,
+    num_prompts=32,
     copy_bytes=4 << 30,
     matrix=8192,
     published=(256, 100, 1024),
@@ -143,6 +145,7 @@ TINY = Sizes(
     prefill_len=48,
     repeats=1,
     replays=2,
+    num_prompts=1,
     copy_bytes=1 << 22,
     matrix=128,
     published=(4, 5, 12),

@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
+from torch import Tensor
 from torch.nn import functional
 
 from aserve.tiny import MODEL_DIR
@@ -23,15 +24,18 @@ from tools.train_tiny.corpus.mixture import KINDS
 from tools.train_tiny.corpus.split import Split
 from tools.train_tiny.export import load_network
 from tools.train_tiny.greedy import generate
-from tools.train_tiny.network import Llama
+from tools.train_tiny.network import Shape
 from tools.train_tiny.tokenizer import BOS, EOS, EOT, PAD, load_tokenizer
 
 # Takes prompts and the number of new tokens; returns the new ids, which may end in a stop id.
 Generate = Callable[[list[list[int]], int], list[list[int]]]
+# Takes ids int64 [rows, length]; returns logits [rows, length, vocab].
+LogitsOf = Callable[[Tensor], Tensor]
 
 LOSS_DOCUMENTS = 40
 LOSS_ROOM = 400
 LOSS_ROWS = 8
+MAX_LEN = Shape().max_position_embeddings
 
 
 @dataclass(frozen=True)
@@ -80,33 +84,37 @@ def answer_text(ids: list[int], tokenizer: Tokenizer) -> str:
 
 
 def held_out_losses(
-    network: Llama, tokenizer: Tokenizer, *, num_documents: int = LOSS_DOCUMENTS
+    logits_of: LogitsOf, tokenizer: Tokenizer, *, num_documents: int = LOSS_DOCUMENTS
 ) -> dict[str, float]:
     return {
-        kind: held_out_loss(network, tokenizer, kind=kind, num_documents=num_documents)
+        kind: held_out_loss(logits_of, tokenizer, kind=kind, num_documents=num_documents)
         for kind in KINDS
     }
 
 
 def held_out_loss(
-    network: Llama, tokenizer: Tokenizer, *, kind: str, num_documents: int = LOSS_DOCUMENTS
+    logits_of: LogitsOf, tokenizer: Tokenizer, *, kind: str, num_documents: int = LOSS_DOCUMENTS
 ) -> float:
     """Returns the mean nats per token of one kind of document."""
+    return mean_loss(logits_of, held_out_rows(tokenizer, kind, num_documents))
+
+
+def held_out_rows(tokenizer: Tokenizer, kind: str, num_documents: int) -> list[list[int]]:
+    """Returns the ids of documents of one kind."""
     draw = Draw(Random(f"losses/{kind}"), Split.HELD_OUT, LOSS_ROOM)
     texts = [KINDS[kind](draw).text for _ in range(num_documents)]
     encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
-    return mean_loss(network, [[BOS, *encoding.ids, EOS] for encoding in encodings])
+    return [[BOS, *encoding.ids, EOS] for encoding in encodings]
 
 
 @torch.inference_mode()
-def mean_loss(network: Llama, rows: list[list[int]]) -> float:
-    limit = network.shape.max_position_embeddings + 1
-    width = min(limit, max(len(row) for row in rows))
+def mean_loss(logits_of: LogitsOf, rows: list[list[int]]) -> float:
+    width = min(MAX_LEN + 1, max(len(row) for row in rows))
     padded = [(row + [PAD] * width)[:width] for row in rows]
     ids = torch.tensor(padded)
     total = torch.zeros(())
     for part in torch.split(ids, LOSS_ROWS):
-        logits = network(part[:, :-1]).flatten(0, 1)
+        logits = logits_of(part[:, :-1]).flatten(0, 1)
         targets = part[:, 1:].flatten()
         total += functional.cross_entropy(logits, targets, ignore_index=PAD, reduction="sum")
     return float(total / (ids[:, 1:] != PAD).sum())

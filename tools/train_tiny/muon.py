@@ -15,7 +15,10 @@ NEWTON_SCHULZ_STEPS = 5
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalises all matrices of one shape together, in batched products."""
+    """Orthogonalises all matrices of one shape together, in batched products.
+
+    A weight of three dimensions is a stack of matrices.
+    """
 
     def __init__(self, matrices: Iterable[Tensor], *, lr: float, momentum: float = 0.95) -> None:
         super().__init__(matrices, {"lr": lr, "momentum": momentum})
@@ -29,10 +32,11 @@ class Muon(torch.optim.Optimizer):
                 if matrix.grad is not None:
                     by_shape[matrix.shape].append(matrix)
             for shape, matrices in by_shape.items():
-                updates = torch.stack([self.direction(m, group["momentum"]) for m in matrices])
+                stacked = torch.stack([self.direction(m, group["momentum"]) for m in matrices])
+                updates = orthogonalised(stacked.flatten(0, -3)).view_as(stacked)
                 # WHY the factor: it gives tall and wide matrices the same change per output.
-                rate = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
-                for matrix, update in zip(matrices, orthogonalised(updates), strict=True):
+                rate = group["lr"] * max(1.0, shape[-2] / shape[-1]) ** 0.5
+                for matrix, update in zip(matrices, updates, strict=True):
                     matrix.add_(update, alpha=-rate)
 
     def direction(self, matrix: Tensor, momentum: float) -> Tensor:

@@ -68,8 +68,12 @@ class Decoder(nn.Module):
         self.cos, self.sin = rotations(shape)
 
     def forward(self, ids: Tensor) -> Tensor:
-        hidden = self.embed_tokens(ids)
-        cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
+        return self.decoded(self.embed_tokens(ids))
+
+    def decoded(self, hidden: Tensor) -> Tensor:
+        """Returns the normed output of the last layer for embeddings [rows, length, hidden]."""
+        length = hidden.shape[1]
+        cos, sin = self.cos[:length], self.sin[:length]
         for layer in self.layers:
             hidden = layer(hidden, cos, sin)
         normed: Tensor = self.norm(hidden)

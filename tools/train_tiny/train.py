@@ -21,10 +21,11 @@ from tools.train_tiny.examples import example_answers, shown
 from tools.train_tiny.export import export, load_network
 from tools.train_tiny.greedy import generate
 from tools.train_tiny.network import Llama, Shape
+from tools.train_tiny.packing import Packer
 from tools.train_tiny.recipe import FULL, QUICK, Recipe
 from tools.train_tiny.tokenizer import RESERVED_TOKENS, load_tokenizer, trained_tokenizer
 from tools.train_tiny.training import Progress as Step
-from tools.train_tiny.training import Run, train
+from tools.train_tiny.training import Run, next_token_loss, train
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
@@ -44,8 +45,8 @@ def main() -> None:
     network = Llama(Shape())
     run = Run(
         recipe=recipe,
-        tokenizer=tokenizer,
-        seed=options.seed,
+        batches=lambda stage: Packer(tokenizer, stage, seed=options.seed),
+        loss=lambda batch: next_token_loss(network(batch.ids[:, :-1]), batch),
         precision=PRECISIONS[options.precision],
         checkpoint=options.checkpoint,
     )
@@ -147,8 +148,10 @@ class TrainingProgress:
         self.bar.update(self.task, completed=step.num_tokens, description=description)
         if step.step % LOGGED_EVERY == 0:
             seconds = time.process_time()
+            left = self.bar.tasks[self.task].time_remaining
             self.console.print(
                 f"step {step.step}  tokens {step.num_tokens}  {description}  cpu {seconds:.0f} s"
+                f"  left {left or 0:.0f} s"
             )
 
 

@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from aserve.errors import BugError
+from aserve.gpu.attention.slots import AttendSlots, attend_slots
 from aserve.gpu.device.base import Device
 from aserve.gpu.kv.layer_groups import LayerGroup, LayerSpec, Mask
 from aserve.gpu.kv.pools import KvPools
@@ -47,6 +48,7 @@ class AttentionKind:
 
     capabilities: Capabilities
     build: Callable[[AttentionSite], AttentionBackend]
+    make_attend_slots: Callable[[AttentionSite], AttendSlots] = lambda _site: attend_slots
 
 
 class AttentionUnavailable(Exception):
@@ -69,6 +71,7 @@ class Capabilities:
     masks: frozenset[Mask] = frozenset({Mask.CAUSAL})
     windows: bool = True
     softcaps: bool = True
+    sinks: bool = False  # scores without a value, one per head
     latents: bool = False  # layers that store one latent vector as key and value (MLA)
     tree_masks: bool = False  # ForwardBatch.tree_mask
     host_lens: bool = False  # plans on the host, and needs exact lengths there
@@ -101,6 +104,8 @@ class Capabilities:
             yield "sliding windows"
         if not self.softcaps and any(layer.softcap is not None for layer in layers):
             yield "soft caps"
+        if not self.sinks and any(layer.has_sinks for layer in layers):
+            yield "attention sinks"
         if not self.latents and any(layer.value_dim is not None for layer in layers):
             yield "latent KV"
 

@@ -1,6 +1,6 @@
 """Attention on the CPU by a compiled kernel that reads keys and values through the page table.
 
-This is the default on the CPU. Rows with many queries may use a second kernel, which is faster for
+Rows with many queries may use a second kernel, which is faster for
 them (chunked_prefill.py); `plan` splits the rows of a forward between the two.
 """
 
@@ -13,16 +13,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aserve.gpu.attention.base import AttentionKind, AttentionSite, Capabilities, own_plan
-from aserve.gpu.attention.chunked_prefill import AttendRows, ChunkedPrefill, choose_chunked_prefill
+from aserve.gpu.attention.base import own_plan
+from aserve.gpu.attention.chunked_prefill import AttendRows, ChunkedPrefill
 from aserve.gpu.attention.cpu_trees import Bools, node_rows, rows_with_trees
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.models.base import Attend
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve_kernels.cpu.host_rows import HostRows, QueryRows
+from aserve_kernels.cpu.latent_attention import compile_latent_attention, latent_attention
 from aserve_kernels.cpu.paged_attention import compile_paged_attention, paged_attention
 from aserve_kernels.paged_rows import Scoring
+
+# By whether layers have latents.
+KERNELS = (
+    (compile_paged_attention, paged_attention),
+    (compile_latent_attention, latent_attention),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +42,17 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    """`split` computes rows with many queries by the prefill kernel, `unsplit` computes all rows by
-    the general one. `max_prefill_len` is the longest KV length of a prefill row, or None if the
-    prefill kernel supports windows and soft caps."""
+    """`split` computes rows with many queries by the prefill kernel, which has no sinks; `unsplit`
+    computes all rows by the general one. `max_prefill_len` is the longest KV length of a prefill
+    row, or None if the prefill kernel supports windows and soft caps."""
 
     unsplit: tuple[Part, ...]
     split: tuple[Part, ...]
     max_prefill_len: int | None = None
 
     def parts(self, layer: LayerSpec) -> tuple[Part, ...]:
+        if layer.has_sinks:
+            return self.unsplit
         if self.max_prefill_len is None:
             return self.split
         sees_all = layer.window is None or layer.window >= self.max_prefill_len
@@ -54,14 +63,17 @@ class PagedCpu:
     __slots__ = ("_attend", "_pools", "_prefill", "_tables")
     static_plans = None
 
-    def __init__(self, pools: KvPools, prefill: ChunkedPrefill | None) -> None:
+    def __init__(
+        self, pools: KvPools, prefill: ChunkedPrefill | None, *, has_latents: bool = False
+    ) -> None:
         """`prefill` computes rows with many queries; without it all rows use the same kernel."""
         self._pools = pools
         self._prefill = prefill
         self._tables = tuple(table.numpy() for table in pools.page_tables)
         num_workers = torch.get_num_threads()
-        compile_paged_attention(pools.dtype, num_workers)
-        self._attend = partial(paged_attention, num_workers=num_workers)
+        compile_kernel, attend = KERNELS[has_latents]
+        compile_kernel(pools.dtype, num_workers)
+        self._attend = partial(attend, num_workers=num_workers)
 
     def plan(self, batch: ForwardBatch) -> object:
         query_lens = batch.query_lens_cpu.astype(np.int64)
@@ -98,29 +110,11 @@ class PagedCpu:
         def attend(layer: LayerSpec, inputs: AttentionInputs) -> Tensor:
             kv = self._pools.layers[layer.index]
             q = kv.rope_and_store_kv(layer, inputs, batch.slots[kv.group])
-            out = torch.empty(q.shape, dtype=q.dtype)
-            scoring = Scoring(layer.scale, layer.window, layer.softcap)
+            out = torch.empty((*q.shape[:2], layer.out_dim), dtype=q.dtype)
+            scoring = Scoring(layer.scale, layer.window, layer.softcap, sinks=inputs.sinks)
             for part in own.parts(layer):
                 rows = part.rows[kv.group]
                 part.attend(q, kv.keys, kv.values, rows, scoring, out=out)
             return out
 
         return attend
-
-
-def _build(site: AttentionSite) -> PagedCpu:
-    """With --deterministic all rows use one kernel, because the two round differently."""
-    if site.is_deterministic:
-        return PagedCpu(site.pools, None)
-    return PagedCpu(site.pools, choose_chunked_prefill(site.pools, torch.get_num_threads()))
-
-
-KIND = AttentionKind(
-    Capabilities(
-        devices=frozenset({"cpu"}),
-        dtypes=frozenset({torch.float32, torch.bfloat16}),
-        tree_masks=True,
-        deterministic=True,
-    ),
-    _build,
-)

@@ -3,7 +3,7 @@
 For each query of a row, over the keys that the mask admits:
 
     score_k = scale * q . k                 or softcap * tanh(scale * q . k / softcap)
-    out     = sum_k softmax(score)_k v_k
+    out     = sum_k softmax(score)_k v_k    a sink of the head joins the softmax, without a value
 
 It supports every mask, window, soft cap, KV layout and tree mask, and is not meant to be fast.
 """
@@ -21,6 +21,7 @@ from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.kv.store import KV_DTYPES
 from aserve.gpu.models.base import Attend
 from aserve.gpu.step.forward_batch import ForwardBatch
+from aserve_kernels.paged_rows import softmax_with_sinks
 
 
 class TorchReference:
@@ -43,14 +44,21 @@ class TorchReference:
             start = 0
             for row, query_len in enumerate(batch.query_lens_cpu):
                 tokens = slice(start, start + int(query_len))
-                out[tokens] = self._attend_row(layer, q[tokens], batch, row, tokens=tokens)
+                own = q[tokens]
+                out[tokens] = self._attend_row(layer, own, batch, row, tokens, inputs.sinks)
                 start = tokens.stop
             return out
 
         return attend
 
     def _attend_row(
-        self, layer: LayerSpec, q: Tensor, batch: ForwardBatch, row: int, *, tokens: slice
+        self,
+        layer: LayerSpec,
+        q: Tensor,
+        batch: ForwardBatch,
+        row: int,
+        tokens: slice,
+        sinks: Tensor | None,
     ) -> Tensor:
         """q [query_len, num_heads, head_dim] of one row -> [query_len, num_heads, out_dim]."""
         kv = self._pools.layers[layer.index]
@@ -73,7 +81,7 @@ class TorchReference:
         scores = torch.einsum("qhd,khd->hqk", q, keys) * layer.scale
         if layer.softcap is not None:
             scores = layer.softcap * torch.tanh(scores / layer.softcap)
-        weights = scores.masked_fill(~is_seen, -torch.inf).softmax(dim=-1)
+        weights = softmax_with_sinks(scores.masked_fill(~is_seen, -torch.inf), sinks)
         return torch.einsum("hqk,khd->qhd", weights, values)
 
 
@@ -131,6 +139,7 @@ KIND = AttentionKind(
     Capabilities(
         kv_dtypes=frozenset(KV_DTYPES.values()),
         masks=frozenset(Mask),
+        sinks=True,
         latents=True,
         tree_masks=True,
         can_capture=True,

@@ -7,6 +7,7 @@ masks of each bucket for all layers of a group; `attend` gathers the KV of one l
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,12 +17,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from aserve.gpu.attention.base import AttentionKind, Capabilities, own_plan
 from aserve.gpu.attention.reference import visible
-from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
+from aserve.gpu.kv.layer_groups import AttentionInputs, LayerGroup, LayerSpec, Mask
 from aserve.gpu.kv.pools import KvPools, LayerKv
 from aserve.gpu.kv.store import KV_DTYPES
 from aserve.gpu.models.base import Attend
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.messages.base import ArrayI32
+from aserve_kernels.paged_rows import softmax_with_sinks
 
 QUERY_LEN_FACTOR = 2  # query lengths in one bucket differ by less than this factor
 KV_LEN_FACTOR = 4
@@ -39,16 +41,17 @@ class Bucket:
     indices: Tensor | None  # int64 [real queries], among the padded ones; None: all are real
     tokens: Tensor | None  # int64 [real queries], the step's token for each
     pages: tuple[Tensor, ...]  # int64 [rows * pages] per layer group
-    visible: tuple[Tensor, ...]  # bool [rows, 1, query_len, kv_len] per layer group
+    # bool [rows, 1, query_len, kv_len] per layer group and mask of its layers
+    visible: tuple[Mapping[Mask, Tensor], ...]
 
 
 class PagedSdpa:
-    __slots__ = ("_pools", "_windows")
+    __slots__ = ("_groups", "_pools")
     static_plans = None
 
-    def __init__(self, pools: KvPools, windows: tuple[int | None, ...]) -> None:
+    def __init__(self, pools: KvPools, groups: tuple[LayerGroup, ...]) -> None:
         self._pools = pools
-        self._windows = windows  # per layer group
+        self._groups = groups
 
     def plan(self, batch: ForwardBatch) -> object:
         keys = _bucket_keys(batch.query_lens_cpu, batch.len_bounds_cpu)
@@ -65,10 +68,10 @@ class PagedSdpa:
             kv = self._pools.layers[layer.index]
             q = kv.rope_and_store_kv(layer, inputs, batch.slots[kv.group])
             if len(buckets) == 1 and buckets[0].tokens is None:
-                return self._attend(layer, kv, buckets[0], q)
+                return self._attend(layer, kv, buckets[0], q, inputs.sinks)
             out = torch.empty_like(q)
             for bucket in buckets:
-                part = self._attend(layer, kv, bucket, q)
+                part = self._attend(layer, kv, bucket, q, inputs.sinks)
                 out.index_copy_(0, _given(bucket.tokens), part)
             return out
 
@@ -104,39 +107,45 @@ class PagedSdpa:
             queries = torch.from_numpy(padded).to(device)
             indices = None if is_even else torch.from_numpy(real).to(device)
             tokens = torch.from_numpy(padded[real]).to(device)
-        if batch.tree_mask is None:
-            masks = tuple(visible(positions, kv_positions, size)[:, None] for size in self._windows)
-        else:
+        tree = None
+        if batch.tree_mask is not None:
             tree = batch.tree_mask if queries is None else batch.tree_mask.index_select(0, queries)
             tree = tree[:, :query_len].view(len(members), query_len, query_len)
             tree = tree & (offsets < real_query_lens[:, None])[:, None]
-            masks = tuple(
-                _visible_in_trees(tree, positions[:, 0], kv_positions, size)[:, None]
-                for size in self._windows
-            )
+        keys = _Keys(positions, kv_positions, lens, tree)
+        masks = tuple(
+            {
+                mask: keys.visible(group.window, mask, block_len)[:, None]
+                for mask, block_len in _masks_of(group).items()
+            }
+            for group in self._groups
+        )
         return Bucket(
             shape=(len(members), query_len),
             queries=queries,
             indices=indices,
             tokens=tokens,
             pages=tuple(
-                self._read_pages(table, rows, mask)
-                for table, mask in zip(self._pools.page_tables, masks, strict=True)
+                self._read_pages(table, rows, *of_group.values())
+                for table, of_group in zip(self._pools.page_tables, masks, strict=True)
             ),
             visible=masks,
         )
 
-    def _read_pages(self, table: Tensor, rows: Tensor, is_seen: Tensor) -> Tensor:
+    def _read_pages(self, table: Tensor, rows: Tensor, *is_seen: Tensor) -> Tensor:
         """Returns the pages to gather, int64 [rows * pages]. Pages that no query sees are read as
         page 0.
 
         WHY: the table may still name pages that left the window and were given to another row. A
         NaN in them would pass through the mask.
         """
-        by_page = is_seen.any(dim=2).view(len(rows), -1, self._pools.page_size)
+        is_read = torch.stack([each.any(dim=2) for each in is_seen]).any(dim=0)
+        by_page = is_read.view(len(rows), -1, self._pools.page_size)
         return (table[rows, : by_page.shape[1]] * by_page.any(dim=2)).flatten()
 
-    def _attend(self, layer: LayerSpec, kv: LayerKv, bucket: Bucket, q: Tensor) -> Tensor:
+    def _attend(
+        self, layer: LayerSpec, kv: LayerKv, bucket: Bucket, q: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         """q [tokens, heads, head_dim] -> [real queries of the bucket, heads, head_dim]."""
         num_rows, query_len = bucket.shape
         if bucket.queries is not None:
@@ -144,7 +153,8 @@ class PagedSdpa:
         q = q.reshape(num_rows, query_len, layer.num_heads, layer.head_dim).transpose(1, 2)
         stored = kv.read(lambda pool: self._gather(pool, bucket, kv.group), q.dtype)
         keys, values = (heads.transpose(1, 2) for heads in stored)
-        out = _softmax_product(layer, q, keys, values, bucket.visible[kv.group])
+        is_seen = bucket.visible[kv.group][layer.mask]
+        out = _softmax_product(layer, q, keys, values, is_seen, sinks)
         out = out.transpose(1, 2).reshape(-1, layer.num_heads, layer.head_dim)
         return out if bucket.indices is None else out.index_select(0, bucket.indices)
 
@@ -153,6 +163,32 @@ class PagedSdpa:
         by_page = pool.view(-1, self._pools.page_size * pool.shape[1] * pool.shape[2])
         pages = by_page.index_select(0, bucket.pages[group])
         return pages.view(bucket.shape[0], -1, *pool.shape[1:])
+
+
+def _masks_of(group: LayerGroup) -> dict[Mask, int]:
+    """Returns the masks of its layers, each with the length of its blocks, which all layers share.
+    A group without layers, which has token ids, is causal.
+    """
+    return {layer.mask: layer.block_len for layer in group.layers} or {Mask.CAUSAL: 1}
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """The queries and keys of a bucket, to say which queries see which keys."""
+
+    positions: Tensor  # int64 [rows, queries]
+    kv_positions: Tensor  # int64 [keys]
+    lens: Tensor  # int64 [rows]
+    tree: Tensor | None  # bool [rows, queries, queries]
+
+    def visible(self, window: int | None, mask: Mask, block_len: int) -> Tensor:
+        """bool [rows, queries, keys]."""
+        if self.tree is not None:
+            return _visible_in_trees(self.tree, self.positions[:, 0], self.kv_positions, window)
+        is_seen = visible(self.positions, self.kv_positions, window, mask=mask, block_len=block_len)
+        if mask is Mask.CAUSAL:
+            return is_seen
+        return is_seen & (self.kv_positions < self.lens[:, None])[:, None]
 
 
 def _visible_in_trees(
@@ -175,7 +211,12 @@ def _visible_in_trees(
 
 
 def _softmax_product(
-    layer: LayerSpec, q: Tensor, keys: Tensor, values: Tensor, is_seen: Tensor
+    layer: LayerSpec,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    is_seen: Tensor,
+    sinks: Tensor | None,
 ) -> Tensor:
     """q [rows, heads, query_len, head_dim], keys and values [rows, kv_heads, kv_len, head_dim] ->
     like q.
@@ -186,12 +227,15 @@ def _softmax_product(
     groups = layer.num_heads // layer.num_kv_heads
     q = q.reshape(num_rows, layer.num_kv_heads, groups * query_len, head_dim)
     is_seen = is_seen.expand(-1, groups, -1, -1).reshape(num_rows, 1, groups * query_len, -1)
-    if layer.softcap is None:
+    if layer.softcap is None and sinks is None:
         out = scaled_dot_product_attention(q, keys, values, attn_mask=is_seen, scale=layer.scale)
     else:
         scores = torch.matmul(q, keys.transpose(2, 3)) * layer.scale
-        scores = layer.softcap * torch.tanh(scores / layer.softcap)
-        out = scores.masked_fill(~is_seen, -torch.inf).softmax(dim=-1) @ values
+        if layer.softcap is not None:
+            scores = layer.softcap * torch.tanh(scores / layer.softcap)
+        scores = scores.masked_fill(~is_seen, -torch.inf)
+        by_head = scores.view(num_rows, layer.num_heads, query_len, -1)
+        out = softmax_with_sinks(by_head, sinks).view(scores.shape) @ values
     return out.reshape(num_rows, layer.num_heads, query_len, head_dim)
 
 
@@ -213,9 +257,11 @@ def _given(tokens: Tensor | None) -> Tensor:
 KIND = AttentionKind(
     Capabilities(
         kv_dtypes=frozenset(KV_DTYPES.values()),
+        masks=frozenset(Mask),
+        sinks=True,
         tree_masks=True,
         whole_pages=True,
         can_capture=True,
     ),
-    lambda site: PagedSdpa(site.pools, site.windows),
+    lambda site: PagedSdpa(site.pools, site.groups),
 )

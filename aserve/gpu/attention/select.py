@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +16,14 @@ from aserve.gpu.attention.base import (
     AttentionUnavailable,
     Capabilities,
 )
+from aserve.gpu.attention.latents import with_latents
 from aserve.gpu.attention.registry import AUTO
+from aserve.gpu.attention.sparse import SparseBackend, with_sparse
 
 # A missing package, a missing shared library, or two packages of incompatible versions.
 IMPORT_ERRORS = (ImportError, OSError, RuntimeError, AttributeError, TypeError)
+
+MIB = 1 << 20
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +37,17 @@ class Attention:
     backend: AttentionBackend
     is_auto: bool
     passed_over: Mapping[str, str]  # reason by name
+    index_bytes: int = 0  # memory for the index keys of sparse attention
 
     @property
     def why(self) -> str:
         """Why this backend was chosen, for the start-up line."""
-        if not self.is_auto:
-            return "as asked"
-        return f"auto, without {', '.join(self.passed_over)}" if self.passed_over else "auto"
+        reason = "auto" if self.is_auto else "as asked"
+        if self.is_auto and self.passed_over:
+            reason += f", without {', '.join(self.passed_over)}"
+        if self.index_bytes:
+            reason += f", {self.index_bytes / MIB:,.0f} MiB of index keys"
+        return reason
 
     def warn(self) -> None:
         for other, reason in self.passed_over.items():
@@ -54,12 +63,17 @@ def build_attention(requested: str, site: AttentionSite, *, order: Sequence[str]
     reasons: dict[str, str] = {}
     for name in names:
         try:
-            kind = _load(name)
-            backend = _build(kind, site)
+            kind = load_backend(name)
+            inner = with_latents(_build(kind, site), site)
+            backend = with_sparse(inner, site, kind.make_attend_slots(site))
+            capabilities, index_bytes = kind.capabilities, 0
+            if isinstance(backend, SparseBackend):  # it reads bounds of lengths on the host
+                capabilities = dataclasses.replace(capabilities, can_capture=False)
+                index_bytes = backend.index_keys.size_bytes
         except AttentionUnavailable as error:
             reasons[name] = str(error)
             continue
-        return Attention(name, kind.capabilities, backend, is_auto, reasons)
+        return Attention(name, capabilities, backend, is_auto, reasons, index_bytes)
     why = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
     if is_auto:
         message = (
@@ -74,14 +88,16 @@ def build_attention(requested: str, site: AttentionSite, *, order: Sequence[str]
     raise ConfigError(message, param="attention_backend")
 
 
-def _load(name: str) -> AttentionKind:
-    if name not in registry.BACKENDS:
+def load_backend(name: str) -> AttentionKind:
+    """Raises AttentionUnavailable if its package cannot be imported."""
+    load = registry.find_backend(name)
+    if load is None:
         known = ", ".join((AUTO, *registry.BACKENDS))
         raise ConfigError(
             f"attention backend {name!r} is not known; known: {known}", param="attention_backend"
         )
     try:
-        return registry.BACKENDS[name]()
+        return load()
     except IMPORT_ERRORS as error:
         raise AttentionUnavailable(f"cannot be imported: {error}") from None
 
@@ -96,7 +112,7 @@ def _usable(site: AttentionSite, *, besides: Sequence[str]) -> list[str]:
     names: list[str] = []
     for name in registry.BACKENDS.keys() - set(besides):
         try:
-            kind = _load(name)
+            kind = load_backend(name)
         except AttentionUnavailable:
             continue
         if not any(kind.capabilities.refusals(site)):

@@ -7,18 +7,23 @@ forward can be replayed without planning again.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from aserve.gpu.attention.base import (
+    AttentionBackend,
     AttentionKind,
     AttentionSite,
     AttentionUnavailable,
     Capabilities,
     own_plan,
 )
-from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
+from aserve.gpu.attention.latents import has_only_latents
+from aserve.gpu.attention.slots import AttendSlots
+from aserve.gpu.attention.triton_latents import attend_slots, build_latents
+from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec, Mask
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.kv.store import KV_DTYPES
 from aserve.gpu.models.base import Attend
@@ -26,7 +31,7 @@ from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve_kernels.dot import IS_INTERPRETED
 from aserve_kernels.paged_decode import paged_decode
 from aserve_kernels.paged_extend import paged_extend
-from aserve_kernels.paged_rows import PagedRows, Scoring
+from aserve_kernels.paged_rows import PagedRows, Scoring, TreeMask
 from aserve_kernels.paged_tiles import Chip, KvSplits, fixed_split
 
 FIRST_FP8 = (8, 9)  # the lowest compute capability for which Triton converts fp8
@@ -53,9 +58,9 @@ class TritonAttention:
         return TritonPlan(bool(is_decode.any()), not is_decode.all())
 
     def bind(self, batch: ForwardBatch, plan: object) -> Attend:
-        own = own_plan(batch, plan, TritonPlan)
-        tables = self._pools.page_tables
-        groups = tuple(self._rows(batch, table) for table in tables)
+        own = own_plan(batch, plan, TritonPlan, tree_masks=True)
+        tables, tree = self._pools.page_tables, _tree_of(batch)
+        groups = tuple(self._rows(batch, table, tree) for table in tables)
 
         def attend(layer: LayerSpec, inputs: AttentionInputs) -> Tensor:
             kv = self._pools.layers[layer.index]
@@ -63,7 +68,10 @@ class TritonAttention:
             if q.stride(2) != 1:
                 q = q.contiguous()
             out = q.new_empty(q.shape)
-            scoring = Scoring(layer.scale, layer.window, layer.softcap, *kv.scales)
+            is_causal = layer.mask is Mask.CAUSAL
+            scoring = Scoring(
+                layer.scale, layer.window, layer.softcap, *kv.scales, is_causal, inputs.sinks
+            )
             args = (q, kv.keys, kv.values, groups[kv.group], scoring)
             if own.has_decodes:
                 paged_decode(*args, out=out, splits=self._splits)
@@ -73,23 +81,44 @@ class TritonAttention:
 
         return attend
 
-    def _rows(self, batch: ForwardBatch, table: Tensor) -> PagedRows:
+    def _rows(self, batch: ForwardBatch, table: Tensor, tree: TreeMask | None) -> PagedRows:
         page_size = self._pools.page_size
         return PagedRows(
             table, page_size, batch.rows, batch.lens, batch.cu_query_lens,
-            max_len=table.shape[1] * page_size,
+            max_len=table.shape[1] * page_size, tree=tree,
         )  # fmt: skip
 
 
-def _build(site: AttentionSite) -> TritonAttention:
+def _tree_of(batch: ForwardBatch) -> TreeMask | None:
+    if batch.tree_mask is None:
+        return None
+    query_lens = batch.query_lens.index_select(0, batch.token_to_row)
+    return TreeMask.of(batch.tree_mask, query_lens)
+
+
+def _build(site: AttentionSite) -> AttentionBackend:
+    if site.is_deterministic and site.has_tree_masks:
+        raise AttentionUnavailable(
+            "gives the tokens of a draft tree other bits than those of plain decoding, which "
+            "--deterministic does not allow"
+        )
+    splits = _splits(site)
+    if has_only_latents(site):
+        return build_latents(site, splits)
+    return TritonAttention(site.pools, splits)
+
+
+def make_attend_slots(site: AttentionSite) -> AttendSlots:
+    return partial(attend_slots, splits=_splits(site))
+
+
+def _splits(site: AttentionSite) -> KvSplits:
     pools = site.pools
-    chip = Chip()
-    if pools.device.type == "cuda":
-        chip = _chip(pools.device, pools.dtype)
+    chip = _chip(pools.device, pools.dtype) if pools.device.type == "cuda" else Chip()
     if not site.is_deterministic:
-        return TritonAttention(pools, KvSplits(chip))
+        return KvSplits(chip)
     max_len = pools.page_tables[0].shape[1] * pools.page_size
-    return TritonAttention(pools, KvSplits(chip, fixed_split=fixed_split(max_len)))
+    return KvSplits(chip, fixed_split=fixed_split(max_len))
 
 
 def _chip(device: torch.device, kv_dtype: torch.dtype) -> Chip:
@@ -111,8 +140,13 @@ KIND = AttentionKind(
         devices=frozenset({"cuda", "cpu"} if IS_INTERPRETED.value else {"cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         kv_dtypes=frozenset(KV_DTYPES.values()),
+        masks=frozenset({Mask.CAUSAL, Mask.NONE}),
+        latents=True,
+        sinks=True,
+        tree_masks=True,
         can_capture=True,
         deterministic=True,
     ),
     _build,
+    make_attend_slots,
 )

@@ -17,17 +17,21 @@ All state is written on the executor's thread.
 #
 # Shapes. A step is replayed if `shape_of` (shapes.py) finds a StepShape: all rows have the same
 # number of tokens, all are sampled, none is new, and sampling needs no more than the shape says. A
-# decode mode declares the widths (tokens per row) that are worth a graph. Rows are padded on the
-# host, as part of the StepPlan, up to the next captured number of rows. Padding rows are row 0 with
-# KV length 0 and write to page 0, so a replay touches nothing that belongs to a request. The result
-# has the padded length, and its reader drops the last rows.
+# decode mode declares the widths (tokens per row) that are worth a graph. With speculation a graph
+# has the whole decode step: draft, forward, verify and extend. Its rows have equally many drafts; a
+# step of rows with different numbers of drafts runs eagerly. Windows that are narrower than the
+# drafter's longest, and those of predictions, are captured when a step has them (ShapeTable). Rows
+# are padded on the host, as part of the StepPlan, up to the next captured number of rows. Padding
+# rows are row 0 with KV length 0 and write to page 0, so a replay touches nothing that belongs to a
+# request. The result has the padded length, and its reader drops the last rows.
 #
 # Capture. The shape's padding plan is run under `Device.capture`. Host values that the code reads
 # while it is captured (the longest row, whether sampling needs noise) are set to the most that the
 # shape allows, because a replay cannot change them. Capturing starts with the largest shape, so
 # that smaller ones fit into its memory. A shape that is first met in a running engine goes to
 # `_pending`, its step runs eagerly, and the executor thread captures it when it is idle. If a
-# capture fails, its kind of sampling runs without graphs from then on.
+# capture fails, for instance because there is too little memory, its shape and those with more rows
+# are not captured any more. Graphs that are there stay in use.
 #
 # Attention. Some backends plan on the host for each step. Under graphs they make a plan per shape
 # (`StaticPlans.make`), whose buffers the graph reads, and `refresh` it before each replay.
@@ -43,6 +47,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -79,10 +84,11 @@ class StepGraph:
     captured: Captured
     layout: Layout
     words: Tensor  # int32 [n], the buffer from which the graph reads its step
+    page_size: int
 
     def padded(self, plan: StepPlan) -> StepPlan:
         """Returns the plan of a step for which `find` returned this graph, padded to its shape."""
-        return padded_plan(plan, self.shape)
+        return padded_plan(plan, self.shape, self.page_size)
 
     def room_for(self, arrays: HostArrays) -> Tensor:
         """`words`, after a check that the arrays fill it exactly."""
@@ -103,9 +109,9 @@ class StepGraphs:
         self._parts = parts
         self._graphs: dict[StepShape, StepGraph] = {}
         self._pending: dict[StepShape, None] = {}  # shapes to capture, in order
-        self._refused: set[str] = set()  # kinds of sampling that cannot be captured
+        self._refused: list[StepShape] = []  # these and those with more rows are not captured
         self._plans: dict[StepShape, object] = {}  # attention's static plans
-        shapes = parts.table.largest_first()
+        shapes = parts.table.largest()
         staged = (parts.runner.stage(self._padding(shape)) for shape in shapes)
         num_words = max((arrays.num_words for arrays in staged), default=0)
         self._words = torch.zeros(num_words, dtype=torch.int32, device=parts.device.torch_device)
@@ -119,10 +125,14 @@ class StepGraphs:
     def has_pending(self) -> bool:
         return bool(self._pending)
 
-    def request_all(self) -> int:
-        """Requests a graph for every shape of the table, and returns their number."""
-        self._pending = dict.fromkeys(self._parts.table.largest_first())
-        return len(self._pending)
+    def capture_all(self, on_progress: Callable[[int, int], None]) -> None:
+        """Captures every shape that is captured at the start."""
+        self._pending = dict.fromkeys(self._parts.table.at_start())
+        total = len(self._pending)
+        for number in range(total):
+            if self._pending:
+                self.capture_next()
+            on_progress(number + 1, total)
 
     def find(self, plan: StepPlan) -> StepGraph | None:
         """Returns the graph for a step, or None if it must run eagerly. A missing graph that could
@@ -135,12 +145,15 @@ class StepGraphs:
         planner = self._parts.attention.static_plans
         if planner and planner.is_better_eager(len(plan.rows), plan.batch.shared_pages):
             return None
-        shape = shape_of(plan)
+        pictures = self._parts.runner.pictures
+        if pictures is not None and pictures.touches(plan):
+            return None
+        shape = shape_of(plan, self._parts.spec.page_size)
         padded = None if shape is None else self._parts.table.padded(shape)
-        if padded is None or padded.sampling in self._refused:
+        if padded is None:
             return None
         graph = self._graphs.get(padded)
-        if graph is None:
+        if graph is None and not self._is_refused(padded):
             self._pending[padded] = None
         return graph
 
@@ -153,25 +166,37 @@ class StepGraphs:
         return Packed(words.clone(), graph.layout)
 
     def capture_next(self) -> None:
-        """Captures the first requested shape. If this raises, the caller must call `refuse`."""
+        """Captures the first requested shape. One that fails is refused, unless the device has
+        become unusable: then this raises.
+        """
         shape = next(iter(self._pending))
-        self._graphs[shape] = self._capture(shape)
+        try:
+            self._graphs[shape] = self._capture(shape)
+        except Exception as error:
+            self._parts.device.mark()  # raises if the device has become unusable
+            self._refuse(error)
+            return
         del self._pending[shape]
         logger.debug("captured rows=%d sampling=%s", shape.num_rows, shape.sampling)
 
-    def refuse(self, error: Exception) -> None:
-        """Drops the first requested shape, and all shapes with the same kind of sampling."""
+    def _refuse(self, error: Exception) -> None:
+        """Drops the first requested shape, and those that differ from it by more rows."""
         refused = next(iter(self._pending))
-        self._refused.add(refused.sampling)
-        kept = (shape for shape in self._pending if shape.sampling != refused.sampling)
+        self._refused.append(refused)
+        kept = (shape for shape in self._pending if not self._is_refused(shape))
         self._pending = dict.fromkeys(kept)
         logger.warning(
-            "steps with sampling=%s run without graphs, because capturing %d rows failed: %s: %s",
-            refused.sampling,
+            "steps with rows=%d or more, width=%d and sampling=%s run without graphs, because "
+            "capturing one failed: %s: %s",
             refused.num_rows,
+            refused.width,
+            refused.sampling,
             type(error).__name__,
             error,
         )
+
+    def _is_refused(self, shape: StepShape) -> bool:
+        return any(shape.is_at_least(refused) for refused in self._refused)
 
     def _padding(self, shape: StepShape) -> StepPlan:
         spec = self._parts.spec
@@ -201,4 +226,4 @@ class StepGraphs:
             return packed.words
 
         captured = parts.device.capture(body)
-        return StepGraph(shape, captured, layouts[-1], words)
+        return StepGraph(shape, captured, layouts[-1], words, parts.spec.page_size)

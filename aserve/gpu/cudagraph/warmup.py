@@ -7,21 +7,24 @@ that runner must be thrown away.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 import torch
 
-from aserve.errors import ConfigError
+from aserve.errors import ConfigError, EngineDead
 from aserve.gpu.device.base import Device, slice_len_of
 from aserve.gpu.runner import ModelRunner
 from aserve.gpu.sampling.plan import RowParams
 from aserve.gpu.step.plan import plan_step
+from aserve.gpu.step.ticket import StepTicket
 from aserve.gpu.transfer.staging import DeviceArrays, HostArrays
 from aserve.messages.base import pack_i32
 from aserve.messages.executor import EngineSpec
-from aserve.messages.step import PageWrites, RowInit, ScheduleBatch
+from aserve.messages.results import StepFailed
+from aserve.messages.step import PageWrites, RowInit, ScheduleBatch, VerifyPlan
 
 NOISY = RowInit(
     row=0,
@@ -51,9 +54,10 @@ DEMANDING = msgspec.structs.replace(
 
 def run_largest_steps(runner: ModelRunner, device: Device, spec: EngineSpec) -> None:
     """Runs, within the device's stream: one prompt of the whole token budget; the maximum number of
-    rows, which share the budget and use every feature of sampling; and one token each with filters
-    and with noise alone, because logits without penalties may have a narrower dtype. Raises
-    ConfigError if memory does not suffice.
+    rows, which share the budget and use every feature of sampling; one token each with filters and
+    with noise alone, because logits without penalties may have a narrower dtype; and with
+    speculation the widest windows of as many rows as the budget has room for. Raises ConfigError if
+    memory does not suffice.
     """
     num_rows = min(spec.max_rows, spec.max_batched_tokens)
     prompt = min(spec.max_batched_tokens, spec.max_model_len)
@@ -73,6 +77,32 @@ def run_largest_steps(runner: ModelRunner, device: Device, spec: EngineSpec) -> 
             _run(
                 runner, device, spec, row_params=row_params, batch=_batch(params, query_lens, spec)
             )
+        width = spec.decode.max_tokens_per_step
+        num_windows = min(num_rows, spec.max_batched_tokens // width)
+        if (num_drafts := width - spec.decode.root_len) and num_windows:
+            batch = _batch(LIMITED, [width] * num_windows, spec)
+            verify = VerifyPlan(pack_i32([num_drafts] * num_windows), spec.decode.tree)
+            batch = msgspec.structs.replace(batch, verify=verify)
+            _run(runner, device, spec, row_params=row_params, batch=batch)
+
+
+async def run_padding_steps(
+    launch: Callable[[ScheduleBatch], StepTicket],
+    died: asyncio.Future[BaseException],
+    *,
+    num_groups: int,
+) -> None:
+    """Runs one prefill and one decode of the padding row, which no request uses, on an executor
+    that has started. Raises EngineDead if one fails.
+    """
+    for query_len in (2, 1):
+        ticket = launch(padding_batch(query_len, num_groups=num_groups))
+        await asyncio.wait((ticket.outcome, died), return_when=asyncio.FIRST_COMPLETED)
+        if died.done():
+            raise EngineDead(f"the device thread ended: {died.result()!r}")
+        outcome = ticket.outcome.result()
+        if isinstance(outcome, StepFailed):
+            raise EngineDead(f"the warm-up step failed: {outcome.error.message}")
 
 
 @contextlib.contextmanager

@@ -11,9 +11,11 @@ import numpy as np
 from torch import Tensor
 
 from aserve.gpu.decode.base import OnPublish
+from aserve.gpu.models.base import HiddenCapture
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.gpu.step.plan import StepPlan
 from aserve.gpu.step.results import Packed
+from aserve_kernels.draft_chain import ChainKind
 
 Int64s: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
@@ -44,18 +46,49 @@ class FusedWindows:
     counts: Int64s  # [rows], the tokens that each row gets
     token_ids: Int64s  # [tokens], without placeholders
     kv_lens: Int64s  # [rows], exact KV lengths before the step
+    lens: Int64s  # [rows], KV lengths after it, without rejected drafts
     hidden: Tensor  # [tokens, hidden], after the final norm
 
 
 class FusedDecoder(FusedStep, Protocol):
-    """A fused step with the parts of speculation, for a target or for a draft model of its own."""
+    """A fused step whose windows a drafter may follow."""
 
-    def verify(self, plan: StepPlan) -> FusedWindows:
-        """Does the work of `step` but for publishing, and returns what a drafter reads."""
+    def verify(
+        self, plan: StepPlan, capture: HiddenCapture | None = None, *, is_block: bool = False
+    ) -> FusedWindows:
+        """Does the work of `step` but for publishing, and returns what a drafter reads. Fills
+        `capture` as `CausalModel.forward` does. Where the relay has distributions of drafts, these
+        are verified by rejection sampling, or as blocks."""
 
-    def draft_chain(self, plan: StepPlan) -> None:
+
+@dataclass(frozen=True, slots=True)
+class FusedRows:
+    """The rows of one forward on the host, int64 [rows] each."""
+
+    rows: Int64s
+    lens: Int64s  # KV lengths with this forward's tokens
+    query_lens: Int64s
+
+    @property
+    def starts(self) -> Int64s:
+        """The index of each row's first token."""
+        starts: Int64s = self.query_lens.cumsum() - self.query_lens
+        return starts
+
+
+class FusedDraft(Protocol):
+    """The forwards of a draft model as compiled calls, over its own KV pools."""
+
+    def draft_chain(self, plan: StepPlan, kind: ChainKind, relay_field: str | None = None) -> None:
         """Drafts the plan's `num_drafts` tokens of each row, one after the other, and writes them
-        to the relay. Writes the KV of the root and of all drafts but the last one."""
+        to the relay. `relay_field` has the rows' hidden states, for kinds that read them."""
 
-    def extend(self, plan: StepPlan, windows: FusedWindows) -> None:
-        """Writes the KV of the step's accepted tokens that `draft_chain` has not computed."""
+    def forward(self, input_ids: Int64s, rows: FusedRows, hidden: Tensor | None = None) -> Tensor:
+        """Runs what `DraftModel.forward` runs, attention and KV writes included."""
+
+    def draw(self, hidden: Tensor, rows: Int64s, positions: Int64s, roots: Int64s) -> Int64s:
+        """Draws a token from the logits of each hidden state [n, hidden], with the noise of its row
+        and position. `roots` [n] are the positions of the windows' roots."""
+
+    def store(self, inputs: Tensor, rows: FusedRows) -> None:
+        """Stores the keys and values that each layer makes of `inputs`, [tokens, hidden]."""

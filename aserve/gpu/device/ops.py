@@ -9,11 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from aserve.gpu.device.fused_step import FusedDecoder
+from aserve.gpu.device.fused_step import FusedDecoder, FusedDraft
 from aserve.gpu.kv.store import RopeAndStoreKv, rope_then_store_kv
 from aserve.gpu.layers.ops import PLAIN, Elementwise
 from aserve.gpu.lora.tables import LoraOps, MakeLoraOps
 from aserve.gpu.models.base import CausalModel
+from aserve.gpu.models.draft_decoder import DraftDecoder
 from aserve.gpu.sampling.ops import PLAIN_OPS, SampleOps
 from aserve.gpu.step.future_map import PLAIN_ROWS, RowOps
 from aserve.gpu.step.resolve import DeviceState, Resolve, resolve
@@ -21,9 +22,11 @@ from aserve_kernels.suffix_match import TORCH_SUFFIX_MATCH, SuffixMatch
 
 # Makes the fused step of a model; None where the device has none for it.
 MakeFusedStep: TypeAlias = Callable[[CausalModel, DeviceState], FusedDecoder | None]
+# Makes the compiled calls of a draft model; None where the device has none for it.
+MakeFusedDraft: TypeAlias = Callable[[CausalModel | DraftDecoder, DeviceState], FusedDraft | None]
 
 
-def no_fused_step(_model: CausalModel, _state: DeviceState) -> None:
+def no_fused_step(_model: CausalModel | DraftDecoder, _state: DeviceState) -> None:
     """The choice of devices that run every step operator by operator."""
 
 
@@ -38,6 +41,7 @@ class DeviceOps:
     sample_ops: SampleOps = PLAIN_OPS
     lora_ops: MakeLoraOps = LoraOps  # of engines with --enable-lora
     fused_step: MakeFusedStep = no_fused_step
+    fused_draft: MakeFusedDraft = no_fused_step
     suffix_match: SuffixMatch = TORCH_SUFFIX_MATCH  # looks up drafts in histories and texts
 
 

@@ -2,11 +2,17 @@
 
 A row opens a device; the device itself makes its operators and its fused step (`Device.ops`) and
 chooses the format of the weights (`Device.weight_format`).
+
+A package outside of this tree registers a device by an entry point of the group `aserve.devices`,
+whose name is that of the device and whose object is an `OpenDevice`. Its attention backends are
+entry points of the group `aserve.attention` (attention/registry.py). The option `--device auto`
+does not choose it, so that installing a package changes no running setup.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
 from typing import TypeAlias
 
 from aserve.errors import ConfigError
@@ -15,6 +21,7 @@ from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.device.cuda.device import open_cuda
 
 AUTO = "auto"
+GROUP = "aserve.devices"  # of entry points
 
 # Opens a device. The argument is the reason for the choice, which becomes part of `Device.about`.
 # It raises ConfigError where the machine has no such device.
@@ -22,19 +29,34 @@ OpenDevice: TypeAlias = Callable[[str], Device]
 
 # `auto` takes the first that can be opened.
 DEVICES: Mapping[str, OpenDevice] = {"cuda": open_cuda, "cpu": CpuDevice}
+# Devices with an executor of their own (aserve/load.py), which no row here opens.
+OTHER_EXECUTORS = ("mlx",)
 
 
 def open_device(name: str, devices: Mapping[str, OpenDevice] = DEVICES) -> Device:
     if name == AUTO:
         return _open_first(devices)
-    open_named = devices.get(name)
+    open_named = devices.get(name) or _installed(name)
     if open_named is None:
-        known = ", ".join([AUTO, *sorted(devices)])
+        known = ", ".join([AUTO, *device_names(devices)])
         raise ConfigError(f"device {name!r} is not supported; supported: {known}", param="device")
     try:
         return open_named("")
     except ConfigError as error:
         raise ConfigError(f"{error.message}; take --device cpu or auto", param="device") from None
+
+
+def device_names(devices: Mapping[str, OpenDevice] = DEVICES) -> list[str]:
+    """The names of our devices and of those of installed packages."""
+    return sorted({*devices, *OTHER_EXECUTORS, *entry_points(group=GROUP).names})
+
+
+def _installed(name: str) -> OpenDevice | None:
+    """The device of another package."""
+    for point in entry_points(group=GROUP, name=name):
+        found: OpenDevice = point.load()
+        return found
+    return None
 
 
 def _open_first(devices: Mapping[str, OpenDevice]) -> Device:

@@ -46,7 +46,11 @@ class LayerSpec(msgspec.Struct, frozen=True):
     mask: Mask = Mask.CAUSAL
     block_len: int = 1  # of Mask.BLOCK_CAUSAL
     value_dim: int | None = None
+    expanded_dim: int | None = None  # of latents: elements of a head's key and value that they give
     kv_layer: int | None = None
+    has_sinks: bool = False  # `AttentionInputs.sinks`
+    index_dim: int = 0  # of a token's index key, where a query sees its `index_top_k` best keys
+    index_top_k: int = 0
 
     @property
     def num_stored_heads(self) -> int:
@@ -72,6 +76,7 @@ class AttentionInputs:
 
     heads: Tensor  # [tokens, num_heads + num_stored_heads, head_dim]
     rope: RopeInputs | None = None  # applied to queries and keys; None: they are used as they are
+    sinks: Tensor | None = None  # [num_heads]: a score of each head that joins its softmax
 
 
 @dataclass(frozen=True, slots=True)

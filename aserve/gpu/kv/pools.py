@@ -169,7 +169,7 @@ class KvPools:
     @property
     def size_bytes(self) -> int:
         groups = range(len(self._keys))
-        return self.token_pool.nbytes + sum(p.nbytes for g in groups for p in self._pools_of(g))
+        return self.token_pool.nbytes + sum(p.nbytes for g in groups for p in self.pools_of(g))
 
     def forget(self, rows: Tensor) -> None:
         """Clears the page-table entries of rows, int64 [n], that were given to new requests. Reads
@@ -188,7 +188,7 @@ class KvPools:
         earlier request left there would pass through the mask.
         """
         sizes = (self.num_pages[group], self.page_size)
-        for pool in self._pools_of(group):
+        for pool in self.pools_of(group):
             byte_view(pool).unflatten(1, sizes).index_fill_(1, pages, 0)
 
     def move(self, from_slots: tuple[Tensor, ...], to_slots: tuple[Tensor, ...]) -> None:
@@ -198,7 +198,7 @@ class KvPools:
         ones. All slots are read before the first is written, so both sets may overlap.
         """
         for group, (sources, targets) in enumerate(zip(from_slots, to_slots, strict=True)):
-            for pool in self._pools_of(group):
+            for pool in self.pools_of(group):
                 stored = byte_view(pool)
                 stored.index_copy_(1, targets, stored.index_select(1, sources))
         ids = self.token_pool.index_select(0, from_slots[0])
@@ -216,9 +216,9 @@ class KvPools:
         """
         pages = self.page_tables[0][rows, : -(-max_len // self.page_size)]
         ids = self.token_pool.view(-1, self.page_size).index_select(0, pages.flatten())
-        return ids.view(len(rows), -1).to(torch.int64)
+        return ids.view(len(rows), pages.shape[1] * self.page_size).to(torch.int64)
 
-    def _pools_of(self, group: int) -> tuple[Tensor, ...]:
+    def pools_of(self, group: int) -> tuple[Tensor, ...]:
         """Returns the allocations of one group: keys and values, or latents alone."""
         keys, values = self._keys[group], self._values[group]
         return (keys,) if values.data_ptr() == keys.data_ptr() and keys.numel() else (keys, values)

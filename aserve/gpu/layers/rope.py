@@ -7,7 +7,7 @@ i + rotary_dim / 2 of a head form a pair, as in GPT-NeoX:
     y_{i + rotary_dim/2} = x_{i + rotary_dim/2} * cos(a_i) + x_i * sin(a_i)
 
 Elements from rotary_dim on are unchanged. Models of images and video give each token a position on
-several axes (time, height, width); `sections` says which axis each pair uses (M-RoPE, Qwen2-VL).
+several axes (time, height, width), and each pair of elements uses one of them (M-RoPE, Qwen2-VL).
 Source: https://arxiv.org/abs/2104.09864, https://arxiv.org/abs/2409.12191
 """
 
@@ -36,9 +36,9 @@ class Rotary:
         max_model_len: int,
         dtype: torch.dtype,
         device: torch.device,
-        sections: Sequence[int] = (),
+        pair_axes: Sequence[int] = (),
     ) -> None:
-        """`sections`: how many pairs use each axis, in order; empty for one axis."""
+        """`pair_axes`: the axis that each pair uses; empty for one axis."""
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         frequencies = inverse_frequencies(
             rope, rotary_dim, max_model_len=max_model_len, dtype=exact
@@ -46,8 +46,9 @@ class Rotary:
         angles = torch.outer(torch.arange(max_model_len).to(exact), frequencies)
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor(rope)
         self.table = table.to(device, dtype)  # [max_model_len, rotary_dim]: cosines, then sines
-        axis_of_pair = [axis for axis, num in enumerate(sections) for _ in range(num)]
-        self._axes = torch.tensor(2 * axis_of_pair, device=device)  # [rotary_dim], or [0]
+        self._axes = torch.tensor(
+            2 * [*pair_axes], dtype=torch.int64, device=device
+        )  # [rotary_dim], or [0]
 
     def at(self, positions: Tensor) -> Tensor:
         """positions int64 [tokens] or [axes, tokens], below max_model_len -> [tokens, rotary_dim],

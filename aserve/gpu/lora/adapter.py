@@ -20,6 +20,7 @@ from torch import Tensor
 
 from aserve.errors import ConfigError
 from aserve.gpu.models.config.fields import Fields
+from aserve.gpu.weights.renamed import older_name
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -67,7 +68,7 @@ def read_adapter(directory: Path, *, max_rank: int) -> LoraAdapter:
             raise ConfigError(f"{directory / WEIGHTS}: {name} is no matrix A or B of a LoRA layer")
         pairs.setdefault(match[1], {})[match[2]] = tensor
     return LoraAdapter(
-        {name: _module(config, name, pair, max_rank) for name, pair in pairs.items()}
+        {older_name(name): _module(config, name, pair, max_rank) for name, pair in pairs.items()}
     )
 
 

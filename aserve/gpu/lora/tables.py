@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from aserve.errors import ConfigError
+from aserve.gpu.layers.grouped_linear import GroupedLinearOp
 from aserve.gpu.layers.linear import LinearOp
 from aserve.gpu.lora.adapter import LoraAdapter, read_adapter
 from aserve.gpu.sampling.params import RowTables
@@ -27,6 +28,7 @@ from aserve_kernels.lora import LoraStack, add_lora_ref
 from aserve_kernels.row_columns import INT_COLUMNS
 
 LORA_SLOT = INT_COLUMNS.index("lora_slot")
+WITHOUT_ADAPTERS = ("lm_head", "visual.")
 
 # Adds each token's adapter to y [tokens, out] in place: see aserve_kernels.lora.add_lora_ref.
 AddLora: TypeAlias = Callable[[Tensor, Tensor, Tensor, LoraStack], None]
@@ -146,7 +148,7 @@ class LoraLinear:
 
 class _LoraSource:
     """A `WeightSource` whose linear layers add adapters, except the LM head, which sees only some
-    of a forward's tokens."""
+    of a forward's tokens, and those of a vision encoder, which sees patches."""
 
     __slots__ = ("_source", "_tables", "device", "dtype", "elementwise")
 
@@ -159,12 +161,14 @@ class _LoraSource:
 
     def linear(self, parts: Mapping[str, int], *, in_features: int, bias: bool) -> LinearOp:
         base = self._source.linear(parts, in_features=in_features, bias=bias)
-        if "lm_head" in parts:
+        if any(name.startswith(WITHOUT_ADAPTERS) for name in parts):
             return base
         return LoraLinear(base, self._tables.add_layer(parts, in_features, self), self._tables)
 
-    def tensor(self, name: str, shape: tuple[int, ...], *, offset: float = 0.0) -> Tensor:
-        return self._source.tensor(name, shape, offset=offset)
+    def tensor(
+        self, name: str, shape: tuple[int, ...], *, offset: float = 0.0, is_wide: bool = False
+    ) -> Tensor:
+        return self._source.tensor(name, shape, offset=offset, is_wide=is_wide)
 
     def number(self, names: tuple[str, ...], *, default: float) -> float:
         return self._source.number(names, default=default)
@@ -173,6 +177,9 @@ class _LoraSource:
         self, name: str, parts: Mapping[str, int], *, count: int, in_features: int
     ) -> Tensor:
         return self._source.stacked(name, parts, count=count, in_features=in_features)
+
+    def grouped(self, weights: Tensor, biases: Tensor | None = None) -> GroupedLinearOp:
+        return self._source.grouped(weights, biases)
 
     def tied_linear(self, name: str, weight: Tensor) -> LinearOp:
         return self._source.tied_linear(name, weight)

@@ -31,8 +31,9 @@ class CausalModel(Protocol):
         *,
         capture: HiddenCapture | None = None,
     ) -> Tensor:
-        """input_ids int64 [tokens]; positions, for rope, int64 [tokens], or [axes, tokens] if the
-        model has several rope axes -> hidden states after the norm [tokens, hidden]."""
+        """input_ids int64 [tokens], or [tokens, n] for a `ReadsNgrams`; positions, for rope, int64
+        [tokens], or [axes, tokens] if the model has several rope axes -> hidden states after the
+        norm [tokens, hidden]."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> [n, vocab], in the model's dtype or a wider one. The sampler widens 16-bit

@@ -74,6 +74,7 @@ class Decoder:
                 max_model_len=max_model_len,
                 dtype=weights.dtype,
                 device=weights.device,
+                pair_axes=spec.rope_axes,
             )
             for rope in ropes
         )
@@ -97,8 +98,13 @@ class Decoder:
         *,
         capture: HiddenCapture | None = None,
     ) -> Tensor:
+        return self.run(self.embed(input_ids), positions, attend, capture)
+
+    def run(
+        self, hidden: Tensor, positions: Tensor, attend: Attend, capture: HiddenCapture | None
+    ) -> Tensor:
+        """Does what `forward` does, from embeddings [tokens, hidden]."""
         cos_sin = [rotary.at(positions) for rotary in self.rotaries]
-        hidden = self._embed(input_ids)
         normed = self.first_norm(hidden)
         for index, block in enumerate(self.blocks):
             hidden, normed = block(hidden, normed, cos_sin[block.rotary], attend)
@@ -116,7 +122,7 @@ class Decoder:
             logits = torch.tanh(wide_logits(logits) / cap) * cap
         return logits
 
-    def _embed(self, input_ids: Tensor) -> Tensor:
+    def embed(self, input_ids: Tensor) -> Tensor:
         hidden = functional.embedding(input_ids, self.embeddings)
         return hidden if self.embedding_factor == 1.0 else hidden * self.embedding_factor
 
@@ -156,15 +162,20 @@ class Block:
     ) -> tuple[Tensor, Tensor]:
         """hidden: the residual stream; normed: before_attention(hidden); both [tokens, hidden].
         cos_sin [tokens, rotary_dim]. Returns the same two for the next layer."""
-        attended = self.after_attention(self.mixer(normed, cos_sin, attend))
-        hidden, normed = self.before_mlp(hidden, attended)
+        hidden, normed = self.attended(hidden, normed, cos_sin, attend)
         return self.before_next(hidden, self.after_mlp(self.mlp(normed)))
+
+    def attended(
+        self, hidden: Tensor, normed: Tensor, cos_sin: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """The layer up to its MLP: the residual stream, and the MLP's input."""
+        return self.before_mlp(hidden, self.after_attention(self.mixer(normed, cos_sin, attend)))
 
 
 class Attention:
     """Grouped-query attention with rotary positions: the `Mixer` of most models."""
 
-    __slots__ = ("head_norms", "joint_norm", "layer", "out", "qkv")
+    __slots__ = ("head_norms", "joint_norm", "layer", "out", "qkv", "sinks")
 
     def __init__(
         self, index: int, spec: DecoderSpec, weights: WeightSource, /, *, width: int | None = None
@@ -186,6 +197,9 @@ class Attention:
             self.joint_norm = _JointNorm(layer, spec, weights)
         elif spec.qk_norm is not None:
             self.head_norms = _head_norms(layer, spec, weights)
+        self.sinks = None
+        if spec.has_sinks:
+            self.sinks = weights.tensor(f"{prefix}.sinks", (layer.num_heads,), is_wide=True)
         self.out = weights.linear(
             {f"{prefix}.o_proj": hidden_size}, in_features=q_size, bias=spec.biases.attention_out
         )
@@ -193,11 +207,11 @@ class Attention:
     def __call__(self, x: Tensor, cos_sin: Tensor, attend: Attend) -> Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""
         layer = self.layer
-        num_heads = layer.num_heads + 2 * layer.num_kv_heads
+        num_heads = layer.num_heads + layer.num_stored_heads
         heads = self.qkv(x).view(x.shape[0], num_heads, layer.head_dim)  # of q, k and v
         if self.joint_norm is not None:
             heads = self.joint_norm(heads)
-        inputs = AttentionInputs(heads, RopeInputs(cos_sin, self.head_norms))
+        inputs = AttentionInputs(heads, RopeInputs(cos_sin, self.head_norms), self.sinks)
         return self.out(attend(layer, inputs).flatten(1))
 
 
@@ -254,6 +268,7 @@ def _layer_spec(index: int, spec: DecoderSpec, weights: WeightSource) -> LayerSp
         window=spec.windows[index],
         softcap=spec.attention_softcap,
         kv_scales=kv_scales(weights, index),
+        has_sinks=spec.has_sinks,
     )
 
 

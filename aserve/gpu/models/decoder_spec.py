@@ -101,9 +101,11 @@ class DecoderSpec(msgspec.Struct, frozen=True):
     norm_offset: float = 0.0  # y = x / rms(x) * (norm_offset + w)
     qk_norm: QkNorm | None = None
     has_joined_weights: bool = False  # the checkpoint stores qkv_proj and gate_up_proj
+    rope_axes: tuple[int, ...] = ()  # the position axis of each rotary pair; empty: one axis
     has_partial_rotary: bool = False  # the config may rotate only a part of each head
     attention_scale: float | None = None  # of q k^T; None: head_dim ** -0.5
     attention_softcap: float | None = None
+    has_sinks: bool = False  # a learnt score per head joins each softmax of attention
     embedding_scale: EmbeddingScale = EmbeddingScale()
     residual_scale: float = 1.0  # of a sublayer's output, before it is added to the residual
     logit_divisor: float = 1.0

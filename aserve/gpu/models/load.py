@@ -6,6 +6,7 @@ need are reported before any weight is read.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,16 +14,34 @@ import torch
 
 from aserve.gpu.models.base import CausalModel, LoadPlan, ModelLoader
 from aserve.gpu.models.config.fields import Fields
-from aserve.gpu.models.config.model import ModelConfig, architecture_of, parse_config, read_fields
-from aserve.gpu.models.registry import FAMILIES, Code, Family, choose_code
+from aserve.gpu.models.config.model import (
+    OTHER_NAMES,
+    ModelConfig,
+    architecture_of,
+    fp8_block,
+    parse_config,
+    read_fields,
+)
+from aserve.gpu.models.pooled_families import EncoderFamily, PooledDecoderFamily
+from aserve.gpu.models.registry import (
+    FAMILIES,
+    Code,
+    DecoderFamily,
+    Family,
+    choose_code,
+    pooled_family,
+)
+from aserve.gpu.models.sharding import check_sharding, rank_config, shard_of
 from aserve.gpu.models.transformers.loader import make_transformers_loader
-from aserve.gpu.weights.checkpoint import Checkpoint
+from aserve.gpu.weights.checkpoint import Checkpoint, Rename, as_stored
 from aserve.gpu.weights.dummy import DummyWeights
 from aserve.gpu.weights.inventory import Inventory, check_fit
+from aserve.gpu.weights.read_ahead import ReadAhead
 from aserve.gpu.weights.reader import WeightReader
-from aserve.gpu.weights.source import GIB, WHOLE, LoadProgress, Shard
+from aserve.gpu.weights.renamed import older_name
+from aserve.gpu.weights.source import GIB, HOST, LoadProgress, Target
 
-PREDICTORS = ("model.mtp_layers.", "mtp.")
+PREDICTORS = ("model.mtp_layers.", "model.mtp.", "mtp.")
 OBJECT_BYTES = 4096  # lower bound of Python's objects for one layer
 
 
@@ -31,6 +50,8 @@ class NativeLoader:
     model_dir: Path
     family: Family
     config: ModelConfig
+    names: Rename = as_stored  # of the family
+    default_len: int | None = None  # the context, if it is not the one of the configuration
 
     @property
     def stored_dtype(self) -> str | None:
@@ -38,38 +59,53 @@ class NativeLoader:
 
     @property
     def num_weights(self) -> int:
-        return self._inventory(torch.float32).num_weights
+        return self._inventory(torch.float32, self.config).num_weights
 
     def load(self, plan: LoadPlan) -> CausalModel:
-        build, config, target = self.family.build, self.config, plan.target
-        context_len = config.context_len(plan.max_model_len)
-        inventory = self._inventory(plan.dtype, target.shard)
+        build, shard = self.family.build, shard_of(self.config, plan.target.shard)
+        target = dataclasses.replace(plan.target, shard=shard)
+        config = rank_config(self.config, shard.num_ranks)
+        context_len = config.context_len(plan.max_model_len or self.default_len)
+        inventory = self._inventory(plan.dtype, config, target)
+        if shard.num_ranks > 1:
+            whole = self._inventory(plan.dtype, self.config)
+            check_sharding(whole, inventory, num_ranks=shard.num_ranks)
         size_bytes, dtype = inventory.size_bytes, plan.dtype
         progress = LoadProgress(size_bytes, dtype=dtype, on_progress=plan.on_progress)
         if plan.is_dummy:
             target.check_room(size_bytes, dtype)
             dummy = DummyWeights(target, dtype=dtype, progress=progress)
-            return build(config, target.wrap(dummy), max_model_len=context_len)
+            return build(config, target.wrapped(dummy), max_model_len=context_len)
         with Checkpoint(
-            self.model_dir, target.device, rename=self._own_name, updates=plan.tensors
+            self.model_dir,
+            target.device,
+            rename=self._own_name,
+            updates=plan.tensors,
+            fp8_block=fp8_block(config.fields),
         ) as checkpoint:
             check_fit(inventory, checkpoint)
             target.check_room(size_bytes, dtype)
             reader = WeightReader(checkpoint, target, dtype=dtype, progress=progress)
-            return build(config, target.wrap(reader), max_model_len=context_len)
+            with ReadAhead(checkpoint.paths):
+                return build(config, target.wrapped(reader), max_model_len=context_len)
 
     def _own_name(self, name: str) -> str | None:
-        """Leaves out the modules of multi-token prediction, which are a drafter's."""
+        """Leaves out the modules of multi-token prediction, which are a drafter's, and gives the
+        parts of a model the names that they have in older checkpoints, or in other families."""
         num_modules = self.config.fields.integer("num_nextn_predict_layers", default=0, minimum=0)
         num_layers = self.config.num_layers
         extra = (f"model.layers.{num_layers + number}." for number in range(num_modules))
-        return None if name.startswith((*PREDICTORS, *extra)) else name
+        if name.startswith((*PREDICTORS, *extra)):
+            return None
+        return self.names(older_name(name))
 
-    def _inventory(self, dtype: torch.dtype, shard: Shard = WHOLE) -> Inventory:
-        """Returns the names and shapes of the model's weights."""
-        inventory = Inventory(dtype, shard)
+    def _inventory(
+        self, dtype: torch.dtype, config: ModelConfig, target: Target = HOST
+    ) -> Inventory:
+        """Returns the names and shapes of the weights of a model of this configuration."""
+        inventory = Inventory(dtype, target.shard)
         # This model never runs, so its rotary tables may be short.
-        self.family.build(self.config, inventory, max_model_len=1)
+        self.family.build(config, target.divide(inventory), max_model_len=1)
         return inventory
 
 
@@ -85,9 +121,16 @@ def make_loader(
     code = choose_code(architecture, model_impl)
     if code.name == "transformers":
         return make_transformers_loader(model_dir, architecture), code
-    family = FAMILIES[architecture]
+    family = pooled_family(FAMILIES[architecture], model_dir)
     config = parse_config(fields, defaults=family.defaults)
-    return NativeLoader(model_dir, family, config), code
+    match family:
+        case EncoderFamily() | PooledDecoderFamily():
+            default_len = family.context_len(config)
+            return NativeLoader(model_dir, family, config, family.own_name, default_len), code
+        case DecoderFamily():
+            return NativeLoader(model_dir, family, config, family.own_name), code
+        case _:
+            return NativeLoader(model_dir, family, config), code
 
 
 def check_layer_count(file: Fields, free_bytes: int) -> None:
@@ -97,7 +140,7 @@ def check_layer_count(file: Fields, free_bytes: int) -> None:
     per element, and its Python objects. WHY: the exact check lists all weights, which for ten
     million layers takes minutes and gigabytes.
     """
-    fields = file.merged_with("text_config")
+    fields = file.merged_with("text_config").over({}, other_names=OTHER_NAMES)
     if not (fields.has("num_hidden_layers") and fields.has("hidden_size")):
         return
     layer_bytes = fields.integer("hidden_size") ** 2 + OBJECT_BYTES

@@ -5,31 +5,60 @@ An architecture without a line runs in transformers' code, if it can.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 from aserve.errors import ConfigError
 from aserve.gpu.models.base import CausalModel
 from aserve.gpu.models.config.model import ModelConfig
+from aserve.gpu.models.config.sentence import read_sentence_pooling
 from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.models.decoder_spec import DecoderSpec
 from aserve.gpu.models.families import (
+    bert,
+    deepseek,
     gemma2,
     gemma3,
+    glm4_moe,
+    gpt_oss,
     granite,
+    llada2,
     llama,
+    longcat_flash,
     mistral,
+    mixtral,
     olmo2,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
+    qwen3_moe,
+    qwen_vl,
+    sdar,
 )
+from aserve.gpu.models.pooled_families import (
+    EncoderFamily,
+    PooledDecoderFamily,
+    RewardHead,
+    score_head,
+)
+from aserve.gpu.models.vision_language import VisionLanguageFamily
+from aserve.gpu.weights.checkpoint import as_stored
 from aserve.gpu.weights.source import WeightSource
 
 
 class Family(Protocol):
     """The models of one architecture."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def about(self) -> str:
+        """Says what is special about the models, in `aserve models` and docs/models.md."""
 
     @property
     def defaults(self) -> Mapping[str, object]:
@@ -45,24 +74,308 @@ class Family(Protocol):
 class DecoderFamily:
     """A family of the shared decoder, which differs from the others by its `DecoderSpec` alone."""
 
+    name: str
+    about: str
     spec: Callable[[ModelConfig], DecoderSpec]
     defaults: Mapping[str, object] = field(default_factory=dict)
+    own_name: Callable[[str], str] = as_stored
 
     def build(self, config: ModelConfig, weights: WeightSource, *, max_model_len: int) -> Decoder:
         return Decoder(self.spec(config), weights, max_model_len=max_model_len)
 
 
+class BuildModel(Protocol):
+    def __call__(
+        self, config: ModelConfig, weights: WeightSource, /, *, max_model_len: int
+    ) -> CausalModel: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFamily:
+    """A family with a model of its own around the shared decoder."""
+
+    name: str
+    about: str
+    build_model: BuildModel
+    defaults: Mapping[str, object] = field(default_factory=dict)
+
+    def build(
+        self, config: ModelConfig, weights: WeightSource, *, max_model_len: int
+    ) -> CausalModel:
+        return self.build_model(config, weights, max_model_len=max_model_len)
+
+
+SCORES = "scores of labels from the last token: rewards, classes, relevance"
+EMBEDS = "embeddings of the last token, or pooled as sentence-transformers say"
+
 FAMILIES: Mapping[str, Family] = {
-    "Gemma2ForCausalLM": DecoderFamily(gemma2.gemma2, gemma2.DEFAULTS),
-    "Gemma3ForCausalLM": DecoderFamily(gemma3.gemma3, gemma3.DEFAULTS),
-    "GraniteForCausalLM": DecoderFamily(granite.granite),
-    "LlamaForCausalLM": DecoderFamily(llama.llama),
-    "MiMoForCausalLM": DecoderFamily(qwen2.qwen2, qwen2.DEFAULTS),
-    "MistralForCausalLM": DecoderFamily(mistral.mistral, mistral.DEFAULTS),
-    "Olmo2ForCausalLM": DecoderFamily(olmo2.olmo2, olmo2.DEFAULTS),
-    "Phi3ForCausalLM": DecoderFamily(phi3.phi3, phi3.DEFAULTS),
-    "Qwen2ForCausalLM": DecoderFamily(qwen2.qwen2, qwen2.DEFAULTS),
-    "Qwen3ForCausalLM": DecoderFamily(qwen3.qwen3, qwen3.DEFAULTS),
+    "BertForSequenceClassification": EncoderFamily(
+        "BERT (classifier)",
+        "scores of labels, of texts or of pairs of texts, as cross-encoders have them",
+        bert.bert,
+        bert.DEFAULTS,
+        bert.bert_head,
+    ),
+    "BertModel": EncoderFamily(
+        "BERT",
+        "embeddings: every token sees the whole text; pooled as sentence-transformers say",
+        bert.bert,
+        bert.DEFAULTS,
+    ),
+    "DeepseekV2ForCausalLM": DecoderFamily(
+        "DeepSeek-V2",
+        "latent attention: one compressed vector per token and layer in the KV cache; experts",
+        deepseek.deepseek_v2,
+        deepseek.V2_DEFAULTS,
+    ),
+    "DeepseekV32ForCausalLM": DecoderFamily(
+        "DeepSeek-V3.2",
+        "as DeepSeek-V3; an indexer chooses the keys that a query attends to (sparse attention)",
+        deepseek.deepseek_v32,
+        deepseek.V32_DEFAULTS,
+    ),
+    "DeepseekV3ForCausalLM": DecoderFamily(
+        "DeepSeek-V3, Kimi K2",
+        "as DeepSeek-V2; corrected sigmoid scores choose the experts; its NextN layers draft",
+        deepseek.deepseek_v3,
+        deepseek.V3_DEFAULTS,
+    ),
+    "Gemma2ForCausalLM": DecoderFamily(
+        "Gemma 2",
+        "soft caps, a window in every other layer, norms around sublayers, scaled by 1 + w",
+        gemma2.gemma2,
+        gemma2.DEFAULTS,
+    ),
+    "Gemma2ForSequenceClassification": PooledDecoderFamily(
+        "Gemma 2 (classifier)",
+        SCORES,
+        gemma2.gemma2,
+        gemma2.DEFAULTS,
+        score_head,
+    ),
+    "Gemma3ForCausalLM": DecoderFamily(
+        "Gemma 3 (text)",
+        "five layers with a window to one without, a rope for each kind, norms of q and k",
+        gemma3.gemma3,
+        gemma3.DEFAULTS,
+    ),
+    "Glm4MoeForCausalLM": DecoderFamily(
+        "GLM-4.5",
+        "experts chosen by corrected sigmoid scores, shared experts, half of each head rotated",
+        glm4_moe.glm4_moe,
+        glm4_moe.DEFAULTS,
+    ),
+    "GptOssForCausalLM": DecoderFamily(
+        "gpt-oss",
+        "attention sinks, a window in every other layer, clamped experts, also in MXFP4",
+        gpt_oss.gpt_oss,
+        gpt_oss.DEFAULTS,
+    ),
+    "GraniteForCausalLM": DecoderFamily(
+        "Granite",
+        "scaled embeddings, attention, residuals and logits",
+        granite.granite,
+    ),
+    "LLaDA2MoeModelLM": DecoderFamily(
+        "LLaDA2.0, LLaDA2.1",
+        "diffusion: fills blocks of tokens in any order; experts as in DeepSeek-V3",
+        llada2.llada2,
+        llada2.DEFAULTS,
+        llada2.own_name,
+    ),
+    "LlamaForCausalLM": DecoderFamily(
+        "Llama 2, 3",
+        "every rope type: default, linear, dynamic, yarn, llama3, longrope",
+        llama.llama,
+    ),
+    "LlamaForSequenceClassification": PooledDecoderFamily(
+        "Llama (classifier)",
+        SCORES,
+        llama.llama,
+        {},
+        score_head,
+    ),
+    "LlamaModel": PooledDecoderFamily(
+        "Llama (embedding)",
+        EMBEDS,
+        llama.llama,
+    ),
+    "LlamaNgramForCausalLM": ModelFamily(
+        "Llama with n-gram embeddings",
+        "the embedding of LongCat-Flash-Lite: it depends on the ids before a token",
+        llama.llama_with_ngrams,
+    ),
+    "LongcatFlashForCausalLM": ModelFamily(
+        "LongCat-Flash",
+        "latent attention twice per layer, beside a shortcut of experts, some of them identities",
+        longcat_flash.longcat_flash,
+        longcat_flash.DEFAULTS,
+    ),
+    "LongcatFlashNgramForCausalLM": ModelFamily(
+        "LongCat-Flash-Lite",
+        "as LongCat-Flash, with n-gram embeddings",
+        longcat_flash.longcat_flash_lite,
+        longcat_flash.DEFAULTS,
+    ),
+    "MiMoForCausalLM": DecoderFamily(
+        "MiMo",
+        "as Qwen2; its module of multi-token prediction drafts (NEXTN)",
+        qwen2.qwen2,
+        qwen2.DEFAULTS,
+    ),
+    "MistralForCausalLM": DecoderFamily(
+        "Mistral",
+        "a sliding window in all layers",
+        mistral.mistral,
+        mistral.DEFAULTS,
+    ),
+    "MistralForSequenceClassification": PooledDecoderFamily(
+        "Mistral (classifier)",
+        SCORES,
+        mistral.mistral,
+        mistral.DEFAULTS,
+        score_head,
+    ),
+    "MistralModel": PooledDecoderFamily(
+        "Mistral (embedding)",
+        EMBEDS,
+        mistral.mistral,
+        mistral.DEFAULTS,
+    ),
+    "MixtralForCausalLM": DecoderFamily(
+        "Mixtral",
+        "two of eight experts per token",
+        mixtral.mixtral,
+        mixtral.DEFAULTS,
+    ),
+    "Olmo2ForCausalLM": DecoderFamily(
+        "OLMo 2",
+        "norms after the sublayers, one norm over all heads of queries and of keys",
+        olmo2.olmo2,
+        olmo2.DEFAULTS,
+    ),
+    "Phi3ForCausalLM": DecoderFamily(
+        "Phi-3, Phi-4",
+        "fused projections, partial rotary embeddings, longrope",
+        phi3.phi3,
+        phi3.DEFAULTS,
+    ),
+    "Qwen2ForCausalLM": DecoderFamily(
+        "Qwen2, Qwen2.5",
+        "biases on q, k and v; windows in upper layers",
+        qwen2.qwen2,
+        qwen2.DEFAULTS,
+    ),
+    "Qwen2ForSequenceClassification": PooledDecoderFamily(
+        "Qwen2 (classifier)",
+        SCORES,
+        qwen2.qwen2,
+        qwen2.DEFAULTS,
+        score_head,
+    ),
+    "Qwen2ForRewardModel": PooledDecoderFamily(
+        "Qwen2 (reward)",
+        "one score of the whole chat, as Qwen2.5-Math-RM",
+        qwen2.qwen2,
+        qwen2.DEFAULTS,
+        RewardHead,
+    ),
+    "Qwen2Model": PooledDecoderFamily(
+        "Qwen2 (embedding)",
+        EMBEDS,
+        qwen2.qwen2,
+        qwen2.DEFAULTS,
+    ),
+    "Qwen2MoeForCausalLM": DecoderFamily(
+        "Qwen2-MoE",
+        "experts chosen by softmax, beside a shared MLP behind a gate",
+        qwen2_moe.qwen2_moe,
+        qwen2_moe.DEFAULTS,
+    ),
+    "Qwen2VLForConditionalGeneration": VisionLanguageFamily(
+        "Qwen2-VL",
+        "pictures: a vision transformer, rotary positions of three axes",
+        qwen_vl.qwen2_text,
+        qwen_vl.qwen2_vision,
+        qwen_vl.QWEN2_DEFAULTS,
+    ),
+    "Qwen2_5_VLForConditionalGeneration": VisionLanguageFamily(
+        "Qwen2.5-VL",
+        "as Qwen2-VL, with attention windows in the vision transformer",
+        qwen_vl.qwen2_text,
+        qwen_vl.qwen2_5_vision,
+        qwen_vl.QWEN2_DEFAULTS,
+    ),
+    "Qwen3VLForConditionalGeneration": VisionLanguageFamily(
+        "Qwen3-VL",
+        "as Qwen2-VL, with more of the picture's features in the first layers (deepstack)",
+        qwen_vl.qwen3_text,
+        qwen_vl.qwen3_vision,
+        qwen_vl.QWEN3_DEFAULTS,
+    ),
+    "Qwen3ForCausalLM": DecoderFamily(
+        "Qwen3",
+        "norms on queries and keys",
+        qwen3.qwen3,
+        qwen3.DEFAULTS,
+    ),
+    "Qwen3ForSequenceClassification": PooledDecoderFamily(
+        "Qwen3 (classifier)",
+        SCORES,
+        qwen3.qwen3,
+        qwen3.DEFAULTS,
+        score_head,
+    ),
+    "Qwen3Model": PooledDecoderFamily(
+        "Qwen3 (embedding)",
+        EMBEDS,
+        qwen3.qwen3,
+        qwen3.DEFAULTS,
+    ),
+    "Qwen3MoeForCausalLM": DecoderFamily(
+        "Qwen3-MoE",
+        "experts in all layers but those that mlp_only_layers names",
+        qwen3_moe.qwen3_moe,
+        qwen3_moe.DEFAULTS,
+    ),
+    "RobertaForSequenceClassification": EncoderFamily(
+        "RoBERTa (classifier)",
+        "as BERT (classifier)",
+        bert.roberta,
+        bert.ROBERTA_DEFAULTS,
+        bert.roberta_head,
+    ),
+    "RobertaModel": EncoderFamily(
+        "RoBERTa",
+        "as BERT",
+        bert.roberta,
+        bert.ROBERTA_DEFAULTS,
+    ),
+    "XLMRobertaForSequenceClassification": EncoderFamily(
+        "XLM-RoBERTa (classifier)",
+        "as BERT (classifier), such as bge-reranker",
+        bert.roberta,
+        bert.ROBERTA_DEFAULTS,
+        bert.roberta_head,
+    ),
+    "XLMRobertaModel": EncoderFamily(
+        "XLM-RoBERTa",
+        "as BERT, such as multilingual-e5 and bge-m3",
+        bert.roberta,
+        bert.ROBERTA_DEFAULTS,
+    ),
+    "SDARForCausalLM": DecoderFamily(
+        "SDAR",
+        "diffusion: as Qwen3, with attention over whole blocks",
+        sdar.sdar,
+        sdar.DEFAULTS,
+    ),
+    "SDARMoeForCausalLM": DecoderFamily(
+        "SDAR-MoE",
+        "diffusion: as Qwen3-MoE, with attention over whole blocks",
+        sdar.sdar_moe,
+        sdar.MOE_DEFAULTS,
+    ),
 }
 
 
@@ -92,3 +405,19 @@ def choose_code(architecture: str, asked: str) -> Code:
             )
         case _:
             raise ConfigError(f"model_impl is {asked!r}; expected auto, native or transformers")
+
+
+def pooled_family(family: Family, model_dir: Path) -> Family:
+    """Returns the family that pools as the files of sentence-transformers say, if the directory has
+    them. A model that could generate then embeds alone. A model with a head needs no files."""
+    has_head = isinstance(family, EncoderFamily | PooledDecoderFamily) and family.make_head
+    pooling = None if has_head else read_sentence_pooling(model_dir)
+    match family:
+        case _ if pooling is None:
+            return family
+        case DecoderFamily(name=name, about=about, spec=spec, defaults=defaults):
+            return PooledDecoderFamily(name, about, spec, defaults, pooling=pooling)
+        case EncoderFamily() | PooledDecoderFamily():
+            return dataclasses.replace(family, pooling=pooling)
+        case _:
+            return family

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from aserve.gpu.sampling.namespaces import NamespaceShares
 from aserve.gpu.sampling.predicted_texts import PredictedTexts
 from aserve.gpu.sampling.tree_paths import TreePaths
 from aserve.gpu.transfer.staging import ArrayF64, ArrayI64
@@ -23,10 +24,10 @@ UINT64_MASK = (1 << 64) - 1
 
 
 class RowTables:
-    """`int_table` int64 [max_rows + 1, 4] and `float_table` float64 [max_rows + 1, 6]. Row 0, the
+    """`int_table` int64 [max_rows + 1, 6] and `float_table` float64 [max_rows + 1, 6]. Row 0, the
     padding row, is greedy."""
 
-    __slots__ = ("float_table", "int_table", "texts")
+    __slots__ = ("float_table", "int_table", "shares", "texts")
 
     def __init__(self, *, max_rows: int, device: torch.device) -> None:
         self.int_table = torch.zeros(
@@ -35,11 +36,11 @@ class RowTables:
         self.float_table = torch.zeros(
             (max_rows + 1, len(FLOAT_COLUMNS)), dtype=torch.float64, device=device
         )
-
+        self.shares = NamespaceShares()
         self.texts = PredictedTexts(max_rows=max_rows, device=device)
 
     def write(self, rows: Tensor, *, ints: Tensor, floats: Tensor) -> None:
-        """rows int64 [n], ints [n * 4], floats [n * 6]."""
+        """rows int64 [n], ints [n * 6], floats [n * 6]."""
         self.int_table.index_copy_(0, rows, ints.view(-1, len(INT_COLUMNS)))
         self.float_table.index_copy_(0, rows, floats.view(-1, len(FLOAT_COLUMNS)))
 
@@ -66,9 +67,15 @@ class RowColumns:
         return self._floats[:, FLOAT_COLUMNS.index(name)]
 
 
-def init_columns(inits: Sequence[RowInit]) -> tuple[ArrayI64, ArrayF64]:
+def init_columns(inits: Sequence[RowInit], shares: NamespaceShares) -> tuple[ArrayI64, ArrayF64]:
     """Returns the host arrays for `RowTables.write`. Seeds are taken modulo 2^64."""
-    ints = [(_as_int64(init.seed), init.top_k, init.prompt_len, init.lora_slot) for init in inits]
+    ints = [
+        (
+            *(_as_int64(init.seed), init.top_k, init.prompt_len, init.lora_slot),
+            *shares.columns(init.namespace),
+        )
+        for init in inits
+    ]
     floats = [
         (
             init.temperature,

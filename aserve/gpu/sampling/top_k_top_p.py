@@ -103,6 +103,21 @@ def choose_sorted(scaled: Tensor, noisy: Tensor, probs: Tensor, limits: Limits) 
     """Does what `choose` does by a stable sort. It serves rows for which all tries failed, and all
     rows where a capture forbids to look at values.
     """
+    order, is_in = _ranked_members(scaled, probs, limits)
+    drawn = noisy.gather(1, order).masked_fill_(~is_in, -torch.inf)
+    return order.gather(1, drawn.argmax(dim=1, keepdim=True))[:, 0]
+
+
+def keep_probs(scaled: Tensor, probs: Tensor, limits: Limits) -> Tensor:
+    """Returns the probabilities of the tokens that pass, renormalised, and zeros for the others."""
+    order, is_in = _ranked_members(scaled, probs, limits)
+    kept = probs * torch.zeros_like(is_in).scatter_(1, order, is_in)
+    return kept / kept.sum(dim=1, keepdim=True)
+
+
+def _ranked_members(scaled: Tensor, probs: Tensor, limits: Limits) -> tuple[Tensor, Tensor]:
+    """Returns the token ids of each row by descending probability, int64 [n, vocab], and which of
+    them pass, bool [n, vocab]."""
     order = scaled.argsort(dim=1, descending=True, stable=True)
     ranked = probs.gather(1, order)
     mass = ranked.cumsum(dim=1) - ranked
@@ -112,8 +127,7 @@ def choose_sorted(scaled: Tensor, noisy: Tensor, probs: Tensor, limits: Limits) 
         & (mass < limits.mass[:, None])
         & (ranked >= limits.floor[:, None])
     )
-    drawn = noisy.gather(1, order).masked_fill_(~is_in, -torch.inf)
-    return order.gather(1, drawn.argmax(dim=1, keepdim=True))[:, 0]
+    return order, is_in
 
 
 def _minus_infinity(like: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from aserve.gpu.step.forward_batch import DeviceBatch
 from aserve.gpu.step.future_map import RelayField
 from aserve.gpu.step.resolve import DeviceState, DeviceStep
 from aserve.messages.step import DraftTree
-from aserve_kernels.suffix_match import Histories
+from aserve_kernels.histories import Histories
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,8 @@ class DraftRows:
         num_rows, width = input_ids.shape
         device = self.rows.device
         order = torch.arange(num_rows, device=device)
-        lens = self.lens + self.counts.clamp(max=offset)
+        # A padding row of a captured step has no position before its root.
+        lens = (self.lens + self.counts.clamp(max=offset)).clamp_(min=0)
         left = self.lens + self.counts - lens  # places of a row behind its first token here
         return DeviceBatch(
             iteration=self.iteration,
@@ -67,15 +68,24 @@ class DraftRows:
 
 
 def histories_of(state: DeviceState, rows: DraftRows) -> Histories:
+    return row_histories(
+        state, rows=rows.rows, lens=rows.lens, roots=rows.roots, max_len=rows.max_len
+    )
+
+
+def row_histories(
+    state: DeviceState, *, rows: Tensor, lens: Tensor, roots: Tensor, max_len: int
+) -> Histories:
+    """Returns the tokens of rows. See `Histories` for the arguments."""
     pools = state.pools
     return Histories(
         page_table=pools.page_tables[0],
         token_pool=pools.token_pool,
         page_size=pools.page_size,
-        rows=rows.rows,
-        lens=rows.lens,
-        roots=rows.roots,
-        max_len=rows.max_len,
+        rows=rows,
+        lens=lens,
+        roots=roots,
+        max_len=max_len,
     )
 
 
@@ -136,7 +146,7 @@ AFTER_NORM = HiddenWants()
 class Drafter(Protocol):
     """Drafts at the head of a step, and catches up with the target at its end.
 
-    Between steps its state lives in relay fields and in the KV pools of its model.
+    Between steps the state of a row lives in relay fields and in the KV pools of its model.
     """
 
     max_drafts: int  # of a row in one step

@@ -19,7 +19,13 @@ from aserve.errors import ConfigError
 from aserve.gpu.kv.layer_groups import LayerSpec
 from aserve.gpu.models.base import CausalModel, LoadPlan
 from aserve.gpu.models.config.fields import Fields
-from aserve.gpu.models.config.model import ModelConfig, parse_config, read_fields
+from aserve.gpu.models.config.layer_types import (
+    SLIDING,
+    Windows,
+    periodic_windows,
+    switched_windows,
+)
+from aserve.gpu.models.config.model import ModelConfig, fp8_block, parse_config, read_fields
 from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.weights.checkpoint import Checkpoint
 from aserve.gpu.weights.dummy import DummyWeights
@@ -82,7 +88,8 @@ def load_draft_model(
     names are read.
     """
     target = plan.target
-    with Checkpoint(model_dir, target.device, rename=rename) as checkpoint:
+    block = fp8_block(read_fields(model_dir))
+    with Checkpoint(model_dir, target.device, rename=rename, fp8_block=block) as checkpoint:
         names = frozenset(checkpoint.tensors)
         inventory = Inventory(plan.dtype)
         build(DraftWeights(inventory, names))
@@ -167,6 +174,14 @@ def check_layer_ids(fields: Fields, layer_ids: tuple[int, ...], target: CausalMo
 
 def num_layers_of(target: CausalModel) -> int:
     return len(target.layers)
+
+
+def draft_windows(fields: Fields) -> Windows:
+    """Returns the sliding window of each layer, as Llama's and Qwen's configs state them. Kinds of
+    the target's layers in place of the drafter's say nothing, unless one of them slides."""
+    if fields.has("layer_types") and SLIDING in fields.texts("layer_types"):
+        return periodic_windows(fields, 1)
+    return switched_windows(fields)
 
 
 def check_windows(model_dir: Path, layers: tuple[LayerSpec, ...], target: CausalModel) -> None:

@@ -10,28 +10,32 @@ the token at its own position. The KV cache of the draft model holds projections
 by `extend` without queries. The block's own keys and values stand behind the context for one
 forward, and the next `extend` overwrites all of them, as it covers the window's positions.
 
-With fewer drafts than the block has, it is shorter than those that the model was trained on.
+With fewer drafts than the block has, it is shorter than those that the model was trained on, and so
+it is for a row that gets fewer drafts than others of its step.
 Source: z-lab/dflash and its checkpoints.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
+from functools import partial
 
 import msgspec
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from aserve.errors import BugError, ConfigError
 from aserve.gpu.decode.base import StepRunner
+from aserve.gpu.device.ops import MakeFusedDraft
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec, Mask
-from aserve.gpu.layers.rope import RopeInputs, Rotary
+from aserve.gpu.layers.rope import RopeInputs
 from aserve.gpu.models.base import Attend, CausalModel
 from aserve.gpu.models.config.layer_types import periodic_windows
 from aserve.gpu.models.config.model import ModelConfig
 from aserve.gpu.models.decoder import Attention, Block, Decoder
 from aserve.gpu.models.decoder_spec import Biases, DecoderSpec, QkNorm
+from aserve.gpu.models.draft_decoder import DraftDecoder
 from aserve.gpu.spec.base import DraftRows, Drafts, HiddenWants, Verified
 from aserve.gpu.spec.checkpoint import (
     DraftWeights,
@@ -43,10 +47,13 @@ from aserve.gpu.spec.checkpoint import (
     target_embeddings,
 )
 from aserve.gpu.spec.drafting import draw_drafts, extend_inputs
+from aserve.gpu.spec.fused import FusedDrafter
+from aserve.gpu.spec.fused_block import FusedBlock
+from aserve.gpu.spec.recurrent_model import draft_rotary
 from aserve.gpu.spec.request import DraftRequest, LoadedDrafter
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.gpu.step.future_map import RelayField
-from aserve.gpu.step.resolve import DeviceStep
+from aserve.gpu.step.resolve import DeviceState, DeviceStep
 from aserve.gpu.weights.source import WeightSource
 from aserve.messages.step import DraftTree
 
@@ -60,10 +67,7 @@ class BlockShape(msgspec.Struct, frozen=True):
 class BlockModel:
     """A `DraftModel`, whose forward computes blocks."""
 
-    __slots__ = (
-        *("_blocks", "_embeddings", "_factor", "_fc", "_first_norm", "_norm_context", "_rotary"),
-        *("_target", "dtype", "layers"),
-    )
+    __slots__ = (*("_fc", "_norm_context", "decoder", "dtype", "forward", "layers", "logits"),)
 
     def __init__(
         self, config: ModelConfig, shape: BlockShape, weights: DraftWeights, target: CausalModel
@@ -77,47 +81,34 @@ class BlockModel:
         width = len(shape.layer_ids) * target.hidden_size
         self._fc = source.linear({"fc": size}, in_features=width, bias=weights.has_bias("fc"))
         self._norm_context = source.elementwise.norm(norm_weight("hidden_norm"), eps=eps)
-        self._first_norm = source.elementwise.norm(
-            norm_weight("model.layers.0.input_layernorm"), eps=eps
-        )
-        self._blocks = tuple(
-            Block(index, spec, source, rotary=0) for index in range(config.num_layers)
-        )
-        self._rotary = Rotary(
-            config.rope,
-            config.rotary_dim,
-            max_model_len=target.max_model_len,
-            dtype=source.dtype,
-            device=source.device,
-        )
-        self._embeddings = target_embeddings(target, config)
-        self._factor = target.embedding_factor if isinstance(target, Decoder) else 1.0
-        self._target = target
+        first_norm = source.elementwise.norm(norm_weight("model.layers.0.input_layernorm"), eps=eps)
+        blocks = (Block(index, spec, source, rotary=0) for index in range(config.num_layers))
         self.dtype = source.dtype
-        self.layers = tuple(_attention(block).layer for block in self._blocks)
+        self.decoder = DraftDecoder(
+            config,
+            target,
+            source.dtype,
+            target_embeddings(target, config),
+            tuple(blocks),
+            (draft_rotary(config, source, target),),
+            embedding_factor=target.embedding_factor if isinstance(target, Decoder) else 1.0,
+            first_norm=first_norm,
+        )
+        self.layers = self.decoder.layers
+        self.forward = self.decoder.forward
+        self.logits = self.decoder.logits
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, attend: Attend, *, hidden: Tensor | None = None
-    ) -> Tensor:
-        cos_sin = self._rotary.at(positions)
-        x = functional.embedding(input_ids, self._embeddings) * self._factor
-        normed = self._first_norm(x)
-        for block in self._blocks:
-            x, normed = block(x, normed, cos_sin, attend)
-        return normed
+    def context(self, features: tuple[Tensor, ...]) -> Tensor:
+        """The target's hidden states [tokens, hidden] -> c [tokens, hidden]."""
+        return self._norm_context(self._fc(torch.cat(features, dim=1)))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._target.logits(hidden)
-
-    def write_context(self, hidden: Tensor, positions: Tensor, store: Attend) -> None:
-        """Stores the keys and values of tokens with the target's hidden states `hidden`, [tokens,
-        layers * hidden].
+    def write_context(self, context: Tensor, positions: Tensor, store: Attend) -> None:
+        """Stores the keys and values of `context`.
 
         PERF: the queries of the joined projection are computed and not used.
         """
-        context = self._norm_context(self._fc(hidden))
-        cos_sin = self._rotary.at(positions)
-        for block in self._blocks:
+        cos_sin = self.decoder.rotaries[0].at(positions)
+        for block in self.decoder.blocks:
             attention = _attention(block)
             heads = attention.qkv(context).unflatten(1, (-1, attention.layer.head_dim))
             inputs = AttentionInputs(heads, RopeInputs(cos_sin, attention.head_norms))
@@ -169,7 +160,10 @@ class BlockDrafter:
     def draft(self, runner: StepRunner, rows: DraftRows) -> Drafts:
         masks = rows.roots.new_full((len(rows.roots), rows.num_drafts), self._mask_id)
         ids = torch.cat((rows.roots[:, None], masks), dim=1)
-        hidden = runner.draft(runner.init_forward(rows.block_at(0, ids)))
+        batch = runner.init_forward(rows.block_at(0, ids))
+        # Without a causal mask, all tokens of a block would see what lies behind a shorter one.
+        batch = dataclasses.replace(batch, lens=rows.lens + rows.counts + 1)
+        hidden = runner.draft(batch)
         logits = self._model.logits(hidden.view(*ids.shape, -1)[:, 1:].flatten(0, 1))
         by_depth = logits.view(len(ids), rows.num_drafts, -1).unbind(dim=1)
         drafts = [
@@ -183,7 +177,7 @@ class BlockDrafter:
         inputs = extend_inputs(step, verified, runner.relay)
         store = _store_of(runner, inputs.batch)
         self._model.write_context(
-            torch.cat(inputs.features, dim=1), inputs.batch.rope_positions, store
+            self._model.context(inputs.features), inputs.batch.rope_positions, store
         )
         return {}
 
@@ -220,7 +214,17 @@ def load(request: DraftRequest) -> LoadedDrafter:
     )
     check_windows(model_dir, model.layers, target)
     about = f"blocks of {num_drafts} tokens of {model_dir.name}"
-    return LoadedDrafter(BlockDrafter(model, shape, num_drafts), model, about)
+    drafter = BlockDrafter(model, shape, num_drafts)
+    return LoadedDrafter(drafter, model, about, fuse=partial(_fuse, model, shape.mask_id))
+
+
+def _fuse(
+    model: BlockModel, mask_id: int, make: MakeFusedDraft, state: DeviceState
+) -> FusedDrafter | None:
+    made = make(model.decoder, state)
+    if made is None:
+        return None
+    return FusedBlock(made, state.relay, mask_id=mask_id, context=model.context)
 
 
 def _shape(config: ModelConfig, target: CausalModel) -> BlockShape:

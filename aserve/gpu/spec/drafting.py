@@ -7,6 +7,9 @@ that place is drawn with the same g, so where both distributions agree the draft
 temperature (Daliri, Musco and Suresh, "Coupling without communication and drafter-invariant
 speculative decoding", 2024: P[accept] >= (1 - TV) / (1 + TV)).
 
+Rejection sampling and block verification (rejection.py) need independent noise for the drafts, and
+the distributions that they are drawn from.
+
 The inputs of an extend have the step's own rows, tokens and slots, so a drafter extends over all of
 them in one forward. The tokens of an accepted path lie right behind their root, as their KV does in
 the pools. What stands behind the accepted tokens is arbitrary, and so is the drafter's KV there,
@@ -26,9 +29,11 @@ from aserve.gpu.models.base import wide_logits
 from aserve.gpu.sampling.draw import add_noise
 from aserve.gpu.sampling.gumbel import gumbel_noise
 from aserve.gpu.spec.base import DraftRows, Verified
+from aserve.gpu.spec.rejection import window_seeds, write_probs
 from aserve.gpu.step.forward_batch import ForwardBatch, ForwardOverrides
 from aserve.gpu.step.future_map import FutureMap
 from aserve.gpu.step.resolve import DeviceStep
+from aserve_kernels.draft_chain import DRAFT_PROBS
 
 
 def draft_scores(
@@ -44,16 +49,7 @@ def draft_scores(
 
     `token_ids` int64 [vocab] are the target's ids of a reduced vocabulary.
     """
-    if not rows.needs_noise:
-        return logits
-    logits = wide_logits(logits)
-    width = len(logits) // len(rows.rows)
-    own, lens = (each.repeat_interleave(width) for each in (rows.rows, rows.lens + depth))
-    params = runner.state.tables.at(own, logits.dtype)
-    if token_ids is None:
-        token_ids = torch.arange(logits.shape[1], device=logits.device)
-    noise = gumbel_noise(params.ints("seed"), lens, token_ids, logits.dtype)
-    return add_noise(logits, noise, params.floats("temperature"))[1]
+    return _scores(runner, logits, rows, depth, token_ids=token_ids)[1]
 
 
 def draw_drafts(
@@ -64,9 +60,37 @@ def draw_drafts(
     *,
     token_ids: Tensor | None = None,
 ) -> Tensor:
-    """logits [n, vocab] -> the drafts of one depth, int64 [n], as ids of the target."""
-    best = draft_scores(runner, logits, rows, depth, token_ids=token_ids).argmax(dim=1)
+    """logits [n, vocab] -> the drafts of one depth, int64 [n], as ids of the target. If their
+    distributions are needed, they are written to the relay."""
+    scaled, noisy = _scores(runner, logits, rows, depth, token_ids=token_ids)
+    if rows.needs_noise and DRAFT_PROBS in runner.relay:
+        write_probs(runner.relay, rows.rows, depth, scaled.softmax(dim=1), token_ids)
+    best = noisy.argmax(dim=1)
     return best if token_ids is None else token_ids.index_select(0, best)
+
+
+def _scores(
+    runner: StepRunner,
+    logits: Tensor,
+    rows: DraftRows,
+    depth: int,
+    *,
+    token_ids: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Returns the logits over the temperature, and the same plus noise, [n * width, vocab] each."""
+    if not rows.needs_noise:
+        return logits, logits
+    logits = wide_logits(logits)
+    width = len(logits) // len(rows.rows)
+    own, roots = (each.repeat_interleave(width) for each in (rows.rows, rows.lens))
+    params = runner.state.tables.at(own, logits.dtype)
+    if token_ids is None:
+        token_ids = torch.arange(logits.shape[1], device=logits.device)
+    seeds = params.ints("seed")
+    if DRAFT_PROBS in runner.relay:
+        seeds = window_seeds(seeds, roots)
+    noise = gumbel_noise(seeds, roots + depth, token_ids, logits.dtype)
+    return add_noise(logits, noise, params.floats("temperature"))
 
 
 @dataclass(frozen=True, slots=True)

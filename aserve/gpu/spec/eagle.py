@@ -12,14 +12,11 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from torch import Tensor
-from torch.nn import functional
 
 from aserve.gpu.layers.linear import LinearOp
-from aserve.gpu.layers.rope import Rotary
-from aserve.gpu.models.base import Attend
 from aserve.gpu.models.config.model import ModelConfig, read_fields
+from aserve.gpu.models.draft_decoder import DraftDecoder, JoinedInputs
 from aserve.gpu.spec.base import AFTER_NORM, HiddenWants
 from aserve.gpu.spec.checkpoint import (
     HEAD,
@@ -40,8 +37,7 @@ class Eagle1Model:
     """A `RecurrentModel`."""
 
     __slots__ = (
-        *("_blocks", "_embeddings", "_fc", "_head", "_rotary"),
-        *("dtype", "hidden_size", "layers", "token_ids", "wants"),
+        *("decoder", "dtype", "forward", "hidden_size", "layers", "logits", "token_ids", "wants"),
     )
 
     def __init__(
@@ -52,32 +48,29 @@ class Eagle1Model:
         self.hidden_size = size
         self.wants: HiddenWants = AFTER_NORM
         self.token_ids: Tensor | None = None
-        self._embeddings = weights.embeddings(config, request.target)
-        self._fc = source.linear({"fc": size}, in_features=2 * size, bias=weights.has_bias("fc"))
-        self._blocks = recurrent_blocks(config, weights)
-        self._rotary: Rotary = draft_rotary(config, source, request.target)
-        self.layers = tuple(block.mixer.layer for block in self._blocks if block.mixer.layer)
-        self._head: LinearOp = request.target.logits
+        embeddings = weights.embeddings(config, request.target)
+        fc = source.linear({"fc": size}, in_features=2 * size, bias=weights.has_bias("fc"))
+        blocks = recurrent_blocks(config, weights)
+        head: LinearOp | None = None
         if weights.has(HEAD):
-            self._head = source.linear({HEAD: config.vocab_size}, in_features=size, bias=False)
+            head = source.linear({HEAD: config.vocab_size}, in_features=size, bias=False)
+        self.decoder = DraftDecoder(
+            config,
+            request.target,
+            source.dtype,
+            embeddings,
+            blocks,
+            (draft_rotary(config, source, request.target),),
+            JoinedInputs(projection=fc),
+            head=head,
+        )
+        self.layers = self.decoder.layers
+        self.forward = self.decoder.forward
+        self.logits = self.decoder.logits
 
     def fuse(self, features: tuple[Tensor, ...]) -> Tensor:
         (hidden,) = features
         return hidden
-
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, attend: Attend, *, hidden: Tensor | None = None
-    ) -> Tensor:
-        assert hidden is not None
-        embedded = functional.embedding(input_ids, self._embeddings)
-        hidden = normed = self._fc(torch.cat((embedded, hidden), dim=1))
-        cos_sin = self._rotary.at(positions)
-        for block in self._blocks:
-            hidden, normed = block(hidden, normed, cos_sin, attend)
-        return hidden
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._head(hidden)
 
 
 def load(request: DraftRequest) -> LoadedDrafter:

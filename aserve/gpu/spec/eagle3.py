@@ -25,16 +25,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from aserve.errors import ConfigError
-from aserve.gpu.layers.linear import LinearOp
-from aserve.gpu.layers.norm import Norm
-from aserve.gpu.layers.rope import Rotary
-from aserve.gpu.models.base import Attend, CausalModel
+from aserve.gpu.layers.norm import AddNorm, Norm
+from aserve.gpu.models.base import CausalModel
 from aserve.gpu.models.config.fields import Fields
 from aserve.gpu.models.config.model import ModelConfig
 from aserve.gpu.models.decoder import Attention
+from aserve.gpu.models.draft_decoder import DraftDecoder, JoinedInputs, unchanged
 from aserve.gpu.spec.base import HiddenWants
 from aserve.gpu.spec.checkpoint import (
     DRAFT_PATH,
@@ -72,9 +70,8 @@ class Eagle3Model:
     """A `RecurrentModel`."""
 
     __slots__ = (
-        *("_blocks", "_config", "_embedding_norm", "_embeddings", "_fc", "_head", "_hidden_norm"),
-        *("_joined_norm", "_norm", "_order", "_rotary", "_stream_norms"),
-        *("dtype", "hidden_size", "layers", "token_ids", "wants"),
+        *("_fc", "_joined_norm", "_order", "_stream_norms"),
+        *("decoder", "dtype", "forward", "hidden_size", "layers", "logits", "token_ids", "wants"),
     )
 
     def __init__(
@@ -88,7 +85,6 @@ class Eagle3Model:
         source, size = weights.source, config.decoder.hidden_size
         num_streams = len(config.layer_ids)
         ordered = tuple(sorted({*config.layer_ids}))
-        self._config = config
         self._order = tuple(map(ordered.index, config.layer_ids))
         self.wants = HiddenWants(layer_ids=ordered)
         self.dtype = source.dtype
@@ -106,19 +102,34 @@ class Eagle3Model:
             names = (f"fc_norm.{number}" for number in range(num_streams))
             self._stream_norms = tuple(norm(name, config.target_hidden_size) for name in names)
         self._fc = source.linear({"fc": size}, in_features=joined, bias=weights.has_bias("fc"))
-        self._embeddings = weights.embeddings(config.decoder, request.target)
-        self._embedding_norm = norm("model.layers.0.input_layernorm")
-        self._hidden_norm = norm("model.layers.0.hidden_norm")
+        embeddings = weights.embeddings(config.decoder, request.target)
+        inputs = JoinedInputs(
+            norm("model.layers.0.input_layernorm"),
+            norm("model.layers.0.hidden_norm"),
+            keeps_normed=config.norm_before_residual,
+        )
         wide = partial(Attention, width=2 * size)
-        self._blocks = recurrent_blocks(config.decoder, weights, first_mixer=wide)
-        self._rotary: Rotary = draft_rotary(config.decoder, source, request.target)
-        self.layers = tuple(block.mixer.layer for block in self._blocks if block.mixer.layer)
-        self._norm = norm("model.norm")
-        self._head: LinearOp = request.target.logits
+        blocks = recurrent_blocks(config.decoder, weights, first_mixer=wide)
+        last_norm, head = norm("model.norm"), None
+        if config.norm_output:
+            blocks[-1].before_next = AddNorm(last_norm, scale=1.0)
         if weights.has(HEAD):
-            self._head = source.linear(
-                {HEAD: config.draft_vocab_size}, in_features=size, bias=False
-            )
+            head = source.linear({HEAD: config.draft_vocab_size}, in_features=size, bias=False)
+        self.decoder = DraftDecoder(
+            config.decoder,
+            request.target,
+            source.dtype,
+            embeddings,
+            blocks,
+            (draft_rotary(config.decoder, source, request.target),),
+            inputs,
+            head_norm=unchanged if config.norm_output else last_norm,
+            head=head,
+            token_ids=token_ids,
+        )
+        self.layers = self.decoder.layers
+        self.forward = self.decoder.forward
+        self.logits = self.decoder.logits
 
     def fuse(self, features: tuple[Tensor, ...]) -> Tensor:
         streams = [features[place] for place in self._order]
@@ -127,23 +138,6 @@ class Eagle3Model:
             streams = [norm(stream) for norm, stream in pairs]
         joined = torch.cat(streams, dim=1)
         return self._fc(joined if self._joined_norm is None else self._joined_norm(joined))
-
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, attend: Attend, *, hidden: Tensor | None = None
-    ) -> Tensor:
-        assert hidden is not None
-        embedded = functional.embedding(input_ids, self._embeddings)
-        normed = self._hidden_norm(hidden)
-        if self._config.norm_before_residual:
-            hidden = normed
-        normed = torch.cat((self._embedding_norm(embedded), normed), dim=1)
-        cos_sin = self._rotary.at(positions)
-        for block in self._blocks:
-            hidden, normed = block(hidden, normed, cos_sin, attend)
-        return self._norm(hidden) if self._config.norm_output else hidden
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._head(hidden if self._config.norm_output else self._norm(hidden))
 
 
 def load(request: DraftRequest) -> LoadedDrafter:
@@ -194,7 +188,7 @@ def _layer_ids(fields: Fields, target: CausalModel, *, first: int) -> tuple[int,
 def _read_token_ids(model_dir: Path, config: Eagle3Config, request: DraftRequest) -> Tensor | None:
     """The target's ids of the reduced vocabulary, int64 [draft vocab]."""
     vocab_size, draft_vocab_size = config.decoder.vocab_size, config.draft_vocab_size
-    offsets = read_integers(model_dir, "d2t", request.plan.target.device)
+    offsets = read_integers(model_dir, "d2t", torch.device("cpu"))
     if offsets is None:
         if draft_vocab_size == vocab_size:
             return None
@@ -216,7 +210,7 @@ def _read_token_ids(model_dir: Path, config: Eagle3Config, request: DraftRequest
             "differences between the target's ids and the drafter's",
             param=DRAFT_PATH,
         )
-    return token_ids
+    return token_ids.to(request.plan.target.device)
 
 
 def _name(name: str) -> str | None:

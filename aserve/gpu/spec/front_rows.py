@@ -28,7 +28,6 @@ from aserve.gpu.spec.drafting import set_drawn
 from aserve.gpu.step.forward_batch import DeviceBatch, ForwardBatch
 from aserve.gpu.step.future_map import FutureMap, RelayField
 from aserve.gpu.step.resolve import DeviceStep
-from aserve.messages.base import ArrayI32, array_i32
 
 HIDDEN = "front_hidden"  # [front rows, hidden], the target's hidden states before the row's length
 SPAN = "front_span"  # [2], the positions from which and up to which this request computed them
@@ -61,7 +60,7 @@ class FrontRows:
         _forget_new_rows(step, relay)
         span = relay.read(SPAN, own.rows)
         known_from = torch.where(span[:, 1] == own.kv_lens, span[:, 0], own.kv_lens)
-        made = runner.init_forward(self._widened(own))
+        made = runner.init_forward(self._widened(step))
         # A token of the step has place + shift here.
         shift = made.cu_query_lens[:-1] - made.kv_lens + own.kv_lens - own.cu_query_lens[:-1]
         hidden = self._joined(relay, own, made, torch.cat(verified.features, dim=1), shift)
@@ -83,15 +82,19 @@ class FrontRows:
         batch = dataclasses.replace(made, input_ids=next_ids, slots=slots)
         return FrontInputs(batch, hidden, starts + verified.counts - 1)
 
-    def _widened(self, own: ForwardBatch) -> DeviceBatch:
-        """Returns the rows with as many more tokens as they have front rows; ids are arbitrary."""
-        fronts = np.full_like(own.query_lens_cpu, self._num)
-        if (is_wide := own.query_lens_cpu > self._max_width).any():
-            bounds = own.len_bounds_cpu - own.query_lens_cpu
-            fronts = np.where(is_wide, np.minimum(fronts, bounds), fronts)
-            more = torch.from_numpy(fronts).to(own.rows.device)
-        else:
-            more = torch.full_like(own.query_lens, self._num)
+    def _widened(self, step: DeviceStep) -> DeviceBatch:
+        """Returns the rows with as many more tokens as they have front rows; ids are arbitrary.
+
+        The device counts the front rows as the host does: by the host's bounds, not by lengths.
+        """
+        own = step.batch
+        bounds = own.len_bounds_cpu - own.query_lens_cpu
+        is_wide = own.query_lens_cpu > self._max_width
+        fronts = np.where(is_wide, np.minimum(self._num, bounds), self._num).astype(np.int32)
+        more = torch.full_like(own.query_lens, self._num)
+        if is_wide.any():
+            fewer = step.arrays.ints("kv_lens").clamp(max=self._num)
+            more = torch.where(own.query_lens > self._max_width, fewer, more)
         query_lens, query_lens_cpu = own.query_lens + more, own.query_lens_cpu + fronts
         order = torch.arange(own.num_rows, device=own.rows.device)
         num_tokens = int(query_lens_cpu.sum())
@@ -141,29 +144,20 @@ class FrontRows:
 def _final_lens(step: DeviceStep, verified: Verified) -> Tensor:
     """int64 [rows], the KV lengths from which each row's next extend starts. That of a held row
     starts at the root of its window, as soon as the row is sampled."""
-    plan = step.plan
-    if not len(plan.held_rows):
+    if not len(step.plan.held_rows):
         return verified.step_lens
-    held = _by_row(plan.held_rows, plan.held_windows)
-    windows = np.array([held.get(int(row), 0) for row in plan.rows], np.int64)
-    return verified.step_lens - torch.from_numpy(windows).to(verified.step_lens.device)
+    rows = step.batch.token_to_row.index_select(0, step.arrays.ints("held_tokens"))
+    return verified.step_lens.index_add(0, rows, torch.full_like(rows, -1))
 
 
 def _forget_new_rows(step: DeviceStep, relay: FutureMap) -> None:
     """The first extend of a new row finds what the row's former request left. When a held row is
     sampled, its step is extended again, over its window alone: then it is new no longer.
 
-    NOTE: a step with new rows is never captured.
+    NOTE: a step with new rows is never captured. The lengths of new rows are known, and those of
+    rows that were held are bounds.
     """
-    plan, batch = step.plan, step.plan.batch
-    if not batch.row_inits:
+    if not step.plan.batch.row_inits or step.plan.is_bound.all():
         return
-    query_lens = _by_row(plan.rows, plan.query_lens)
-    whole = _by_row(array_i32(batch.rows), array_i32(batch.query_lens))
-    new = [init.row for init in batch.row_inits if query_lens.get(init.row, 0) == whole[init.row]]
-    rows = torch.tensor(new, dtype=torch.int64, device=step.batch.rows.device)
-    relay.write(SPAN, rows, torch.zeros((len(new), 2), dtype=torch.int64, device=rows.device))
-
-
-def _by_row(rows: ArrayI32, values: ArrayI32) -> dict[int, int]:
-    return dict(zip(map(int, rows), map(int, values), strict=True))
+    rows = step.arrays.ints("init_rows")
+    relay.write(SPAN, rows, rows.new_zeros((len(rows), 2)))

@@ -23,18 +23,20 @@ from functools import partial
 import msgspec
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from aserve.errors import ConfigError
 from aserve.gpu.decode.base import StepRunner
-from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
-from aserve.gpu.layers.rope import RopeInputs, Rotary
-from aserve.gpu.models.base import Attend, CausalModel
+from aserve.gpu.kv.layer_groups import LayerSpec
+from aserve.gpu.layers.linear import LinearOp
+from aserve.gpu.layers.norm import HeadNorms
+from aserve.gpu.layers.rope import Rotary
+from aserve.gpu.models.base import CausalModel
 from aserve.gpu.models.config.fields import Fields
 from aserve.gpu.models.config.layer_types import FULL, SLIDING
 from aserve.gpu.models.config.model import ModelConfig
-from aserve.gpu.models.decoder import Block
+from aserve.gpu.models.decoder import Attention, Block
 from aserve.gpu.models.decoder_spec import NORMS_AROUND, DecoderSpec, MakeMixer
+from aserve.gpu.models.draft_decoder import DraftDecoder, JoinedInputs, ScaledSum
 from aserve.gpu.spec.base import AFTER_NORM, DraftRows, Drafts, Verified
 from aserve.gpu.spec.checkpoint import (
     DRAFT_PATH,
@@ -48,6 +50,7 @@ from aserve.gpu.spec.checkpoint import (
     target_embeddings,
 )
 from aserve.gpu.spec.drafting import draw_drafts
+from aserve.gpu.spec.fused_chain import fuse_frozen
 from aserve.gpu.spec.request import DraftRequest, LoadedDrafter
 from aserve.gpu.step.future_map import RelayField
 from aserve.gpu.step.resolve import DeviceStep
@@ -100,9 +103,7 @@ class AssistantModel:
     """A `DraftModel`, whose forward returns norm(x)."""
 
     __slots__ = (
-        *("_blocks", "_clusters", "_embeddings", "_entry_norms", "_factor", "_head", "_norm"),
-        *("_post", "_pre", "_rotaries", "_scalars"),
-        *("backbone_size", "dtype", "layers", "next_hidden"),
+        *("backbone_size", "decoder", "dtype", "forward", "layers", "logits", "next_hidden"),
     )
 
     def __init__(
@@ -118,56 +119,56 @@ class AssistantModel:
         self.dtype = source.dtype
         self.layers = layers
         self.backbone_size = target.hidden_size
-        self._factor = self.backbone_size**0.5
-        self._embeddings = target_embeddings(
+        embeddings = target_embeddings(
             target, dataclasses.replace(config, hidden_size=self.backbone_size)
         )
         wide = 2 * self.backbone_size
-        self._pre = source.linear({"pre_projection": size}, in_features=wide, bias=False)
+        projection = source.linear({"pre_projection": size}, in_features=wide, bias=False)
         parts = {"post_projection": self.backbone_size}
         self.next_hidden = source.linear(parts, in_features=size, bias=False)
         own = source.tensor(f"{EMBEDDINGS}.weight", (config.vocab_size, size))
-        self._head = source.tied_linear("lm_head", own)
-        self._blocks = _blocks(config, layers, source)
+        head = source.tied_linear("lm_head", own)
+        if token_ordering is not None:
+            clusters = ClusteredHead(fields, token_ordering, source, hidden_size=size)
+            head = clusters.over(head)
+        blocks = _blocks(config, layers, source)
         names = [f"model.layers.{layer.index}" for layer in layers]
-        self._scalars = [source.tensor(f"{name}.layer_scalar", (1,)) for name in names]
-        norms = [*(f"{name}.input_layernorm" for name in names), "model.norm"]
-        self._entry_norms = [
+        scalars = [source.tensor(f"{name}.layer_scalar", (1,)) for name in names]
+        first_norm, *norms = (
             source.elementwise.norm(
                 source.tensor(f"{name}.weight", (size,)), eps=config.rms_norm_eps
             )
-            for name in norms
-        ]
-        self._rotaries = [
-            Rotary(
-                config.rope if layer.window is None else config.sliding_rope,
-                config.rotary_dim,
-                max_model_len=target.max_model_len,
-                dtype=source.dtype,
-                device=source.device,
-            )
-            for layer in layers
-        ]
-        self._clusters = None
-        if token_ordering is not None:
-            self._clusters = ClusteredHead(fields, token_ordering, source, hidden_size=size)
+            for name in (*(f"{name}.input_layernorm" for name in names), "model.norm")
+        )
+        for block, norm, scalar in zip(blocks, norms, scalars, strict=True):
+            block.before_next = ScaledSum(norm, scalar)
+        self.decoder = DraftDecoder(
+            config,
+            target,
+            source.dtype,
+            embeddings,
+            blocks,
+            tuple(_rotary(config, layer, source, target) for layer in layers),
+            JoinedInputs(projection=projection),
+            embedding_factor=self.backbone_size**0.5,
+            first_norm=first_norm,
+            head=head,
+            next_hidden=self.next_hidden,
+        )
+        self.forward = self.decoder.forward
+        self.logits = self.decoder.logits
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, attend: Attend, *, hidden: Tensor | None = None
-    ) -> Tensor:
-        assert hidden is not None
-        embedded = functional.embedding(input_ids, self._embeddings) * self._factor
-        x = self._pre(torch.cat((embedded, hidden), dim=1))
-        normed = self._entry_norms[0](x)
-        for number, block in enumerate(self._blocks):
-            x, _ = block(x, normed, self._rotaries[number].at(positions), attend)
-            x = x * self._scalars[number]
-            normed = self._entry_norms[number + 1](x)
-        return normed
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        logits = self._head(hidden)
-        return logits if self._clusters is None else self._clusters.masked(logits, hidden)
+def _rotary(
+    config: ModelConfig, layer: LayerSpec, source: WeightSource, target: CausalModel
+) -> Rotary:
+    return Rotary(
+        config.rope if layer.window is None else config.sliding_rope,
+        config.rotary_dim,
+        max_model_len=target.max_model_len,
+        dtype=source.dtype,
+        device=source.device,
+    )
 
 
 class ClusteredHead:
@@ -191,6 +192,10 @@ class ClusteredHead:
         clusters = torch.div(places, vocab_size // self._num, rounding_mode="floor")
         self._cluster_of = torch.empty_like(clusters).index_copy_(0, token_ordering, clusters)
 
+    def over(self, head: LinearOp) -> LinearOp:
+        """Returns the head of all tokens with this mask over its logits."""
+        return lambda hidden: self.masked(head(hidden), hidden)
+
     def masked(self, logits: Tensor, hidden: Tensor) -> Tensor:
         """logits [n, vocab], hidden [n, hidden] -> logits, -inf for tokens of other clusters."""
         products = self._centroids(hidden)
@@ -199,10 +204,10 @@ class ClusteredHead:
         return logits.masked_fill(~is_chosen[:, self._cluster_of], -torch.inf)
 
 
-class QueryAttention:
-    """A `Mixer` that has queries only."""
+class QueryAttention(Attention):
+    """Attention whose keys and values are those of another layer, so that it has queries only."""
 
-    __slots__ = ("_norm", "_out", "_q", "layer")
+    __slots__ = ()
 
     def __init__(
         self, index: int, spec: DecoderSpec, weights: WeightSource, /, *, layer: LayerSpec
@@ -210,18 +215,12 @@ class QueryAttention:
         prefix, size = f"model.layers.{index}.self_attn", spec.config.hidden_size
         q_size = layer.num_heads * layer.head_dim
         self.layer = layer
-        self._q = weights.linear({f"{prefix}.q_proj": q_size}, in_features=size, bias=False)
+        self.qkv = weights.linear({f"{prefix}.q_proj": q_size}, in_features=size, bias=False)
         weight = weights.tensor(f"{prefix}.q_norm.weight", (layer.head_dim,))
-        self._norm = weights.elementwise.norm(weight, eps=spec.config.rms_norm_eps)
-        self._out = weights.linear({f"{prefix}.o_proj": size}, in_features=q_size, bias=False)
-
-    def __call__(self, x: Tensor, cos_sin: Tensor, attend: Attend, /) -> Tensor:
-        layer = self.layer
-        heads = self._norm(self._q(x).view(-1, layer.head_dim))
-        inputs = AttentionInputs(
-            heads.view(-1, layer.num_heads, layer.head_dim), RopeInputs(cos_sin)
-        )
-        return self._out(attend(layer, inputs).flatten(1))
+        heads = weight.expand(layer.num_heads, -1)
+        self.head_norms = HeadNorms(heads, eps=spec.config.rms_norm_eps)
+        self.joint_norm = self.sinks = None
+        self.out = weights.linear({f"{prefix}.o_proj": size}, in_features=q_size, bias=False)
 
 
 def load(request: DraftRequest) -> LoadedDrafter:
@@ -250,9 +249,9 @@ def load(request: DraftRequest) -> LoadedDrafter:
         model_dir, request.plan, build, rename=lambda name: None if name == ORDERING else name
     )
     num_drafts = request.chain_len(default=DEFAULT_STEPS)
-    return LoadedDrafter(
-        FrozenKv(model, num_drafts), model, f"{num_drafts} tokens of {model_dir.name}"
-    )
+    about = f"{num_drafts} tokens of {model_dir.name}"
+    compiled = partial(fuse_frozen, model.decoder, LAST_HIDDEN)
+    return LoadedDrafter(FrozenKv(model, num_drafts), model, about, fuse=compiled)
 
 
 def is_assistant(fields: Fields) -> bool:
@@ -311,4 +310,4 @@ def _blocks(
         mixers=tuple(mixers),
         norms=msgspec.structs.replace(NORMS_AROUND, before_attention=None),
     )
-    return tuple(Block(layer.index, spec, source, rotary=0) for layer in layers)
+    return tuple(Block(layer.index, spec, source, rotary=layer.index) for layer in layers)

@@ -8,8 +8,8 @@ each other, since the relay and the KV pools are the same.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.decode.base import OnPublish
-from aserve.gpu.device.fused_step import FusedDecoder, FusedWindows
-from aserve.gpu.device.ops import MakeFusedStep
-from aserve.gpu.models.base import CausalModel
-from aserve.gpu.spec.base import DraftRows
+from aserve.gpu.device.fused_step import FusedDecoder, FusedRows, FusedWindows, Int64s
+from aserve.gpu.device.ops import MakeFusedDraft
+from aserve.gpu.spec.base import DraftRows, HiddenWants
 from aserve.gpu.step.forward_batch import ForwardBatch
-from aserve.gpu.step.future_map import SEQ_LEN
+from aserve.gpu.step.future_map import LAST_TOKEN, SEQ_LEN, FutureMap
 from aserve.gpu.step.plan import StepPlan
 from aserve.gpu.step.resolve import DRAFTS, DeviceState
 from aserve.gpu.step.results import Packed
@@ -35,23 +34,35 @@ class FusedDrafter(Protocol):
         """Writes the drafts of the plan's rows into the relay. Lengths that are bounds in the plan,
         and the rows' last tokens, are in the relay."""
 
-    def extend(self, plan: StepPlan, windows: FusedWindows) -> None:
-        """Catches up with the tokens of the step."""
+    def extend(self, plan: StepPlan, windows: FusedWindows, features: tuple[Tensor, ...]) -> None:
+        """Catches up with the tokens of the step. `features` are as in `Verified`."""
 
 
 LookUp: TypeAlias = Callable[[DeviceState, DraftRows], Tensor]
-# Makes the fused form of a drafter, with fused steps of the device; None where it has none.
-FuseDrafter: TypeAlias = Callable[[MakeFusedStep, DeviceState], FusedDrafter | None]
+# Makes the fused form of a drafter, with compiled calls of the device; None where it has none.
+FuseDrafter: TypeAlias = Callable[[MakeFusedDraft, DeviceState], FusedDrafter | None]
+BoolArray: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 
 class FusedSpeculation:
-    """A `FusedStep`. Without a fused drafter it runs forwards only."""
+    """A `FusedStep`. Without a fused drafter it runs forwards, and the steps that skip it. Its
+    verification is coupled, or where the relay keeps the distributions of drafts, rejection
+    sampling or block verification (`is_block`)."""
 
-    __slots__ = ("_drafter", "_target")
+    __slots__ = ("_drafter", "_is_block", "_target", "_wants")
 
-    def __init__(self, target: FusedDecoder, drafter: FusedDrafter | None) -> None:
+    def __init__(
+        self,
+        target: FusedDecoder,
+        drafter: FusedDrafter | None,
+        wants: HiddenWants,
+        *,
+        is_block: bool = False,
+    ) -> None:
         self._target = target
         self._drafter = drafter
+        self._wants = wants
+        self._is_block = is_block
 
     def can_run(self, batch: ForwardBatch) -> bool:
         return self._target.can_run(batch)
@@ -60,34 +71,20 @@ class FusedSpeculation:
         return self._target.run(batch)
 
     def can_step(self, plan: StepPlan) -> bool:
-        return self._drafter is not None and self._target.can_step(plan)
+        is_covered = self._drafter is not None or plan.batch.skips_drafter
+        return is_covered and self._target.can_step(plan)
 
     def step(self, plan: StepPlan, publish: OnPublish) -> Packed:
-        assert self._drafter is not None
-        if plan.num_drafts.any():
-            self._drafter.draft(plan)
-        windows = self._target.verify(plan)
-        is_rejected = (1 + plan.num_drafts - windows.counts) * (windows.counts > 0)
-        lens = windows.kv_lens + plan.query_lens - is_rejected
+        drafter = None if plan.batch.skips_drafter else self._drafter
+        if drafter is not None and plan.num_drafts.any():
+            drafter.draft(plan)
+        capture = None if drafter is None else self._wants.capture()
+        windows = self._target.verify(plan, capture, is_block=self._is_block)
         if plan.num_drafts.any() or plan.is_bound.any():  # otherwise the host knows the lengths
-            publish(torch.from_numpy(lens).to(torch.int32))
-        self._drafter.extend(plan, windows)
+            publish(torch.from_numpy(windows.lens).to(torch.int32))
+        if drafter is not None:
+            drafter.extend(plan, windows, self._wants.features(capture, windows.hidden))
         return windows.packed
-
-
-class FusedChain:
-    """The `FusedDrafter` of a language model that drafts token by token."""
-
-    __slots__ = ("_decoder",)
-
-    def __init__(self, decoder: FusedDecoder) -> None:
-        self._decoder = decoder
-
-    def draft(self, plan: StepPlan) -> None:
-        self._decoder.draft_chain(plan)
-
-    def extend(self, plan: StepPlan, windows: FusedWindows) -> None:
-        self._decoder.extend(plan, windows)
 
 
 class FusedLookup:
@@ -104,8 +101,6 @@ class FusedLookup:
         relay = self._state.relay
         drafting = np.flatnonzero(plan.num_drafts)
         rows = torch.from_numpy(plan.rows[drafting].astype(np.int64))
-        lens = torch.from_numpy(plan.kv_lens[drafting].astype(np.int64))
-        is_bound = torch.from_numpy(plan.is_bound[drafting] > 0)
         starts = plan.query_lens.cumsum() - plan.query_lens
         roots = torch.from_numpy(plan.input_ids[starts[drafting]].astype(np.int64))
         drafts = self._look_up(
@@ -113,7 +108,7 @@ class FusedLookup:
             DraftRows(
                 iteration=plan.iteration,
                 rows=rows,
-                lens=torch.where(is_bound, relay.read(SEQ_LEN, rows), lens),
+                lens=torch.from_numpy(exact_lens(plan, relay)[drafting]),
                 roots=relay.resolve(roots),
                 num_drafts=int(plan.num_drafts.max()),
                 max_len=int(plan.len_bounds.max()),
@@ -123,12 +118,43 @@ class FusedLookup:
         )
         relay.table(DRAFTS)[rows, : drafts.shape[1]] = drafts
 
-    def extend(self, plan: StepPlan, windows: FusedWindows) -> None:
+    def extend(self, plan: StepPlan, windows: FusedWindows, features: tuple[Tensor, ...]) -> None:
         pass
 
 
-def fuse_chain(model: CausalModel, make: MakeFusedStep, state: DeviceState) -> FusedDrafter | None:
-    if state.draft_pools is None:
-        return None
-    decoder = make(model, dataclasses.replace(state, pools=state.draft_pools))
-    return None if decoder is None else FusedChain(decoder)
+@dataclass(frozen=True, slots=True)
+class KeptTokens:
+    """The tokens of a step without rejected drafts, row after row, on the host."""
+
+    rows: FusedRows
+    places: Tensor  # int64 [kept], among the step's tokens
+    last: Int64s  # [rows], the index of each row's last token among the kept ones
+    next_ids: Int64s  # [kept], the token after each
+    is_sampled: BoolArray  # [rows]
+
+    def of_last(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """values [kept, ...] -> the sampled rows int64 [n], and the values at the last token of
+        each."""
+        sampled = np.flatnonzero(self.is_sampled)
+        rows, last = self.rows.rows[sampled], self.last[sampled]
+        return torch.from_numpy(rows), values.index_select(0, torch.from_numpy(last))
+
+
+def kept_tokens(plan: StepPlan, windows: FusedWindows, relay: FutureMap) -> KeptTokens:
+    rows, query_lens = plan.rows.astype(np.int64), windows.lens - windows.kv_lens
+    starts, ends = plan.query_lens.cumsum() - plan.query_lens, query_lens.cumsum()
+    places = np.repeat(starts - (ends - query_lens), query_lens) + np.arange(ends[-1])
+    next_ids = windows.token_ids[np.minimum(places + 1, len(windows.token_ids) - 1)]
+    is_sampled = windows.counts > 0
+    drawn = relay.table(LAST_TOKEN).numpy()[rows]
+    next_ids[ends - 1] = np.where(is_sampled, drawn, plan.next_ids)
+    own = FusedRows(rows, windows.lens, query_lens)
+    return KeptTokens(own, torch.from_numpy(places), ends - 1, next_ids, is_sampled)
+
+
+def exact_lens(plan: StepPlan, relay: FutureMap) -> Int64s:
+    """int64 [rows], the KV lengths before the step. Bounds are replaced by published lengths."""
+    lens: Int64s = np.where(
+        plan.is_bound > 0, relay.table(SEQ_LEN).numpy()[plan.rows], plan.kv_lens
+    )
+    return lens

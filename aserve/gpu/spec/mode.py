@@ -40,11 +40,13 @@ from torch import Tensor
 
 from aserve.gpu.decode.base import OnPublish, StepRunner
 from aserve.gpu.device.fused_step import FusedDecoder, FusedStep
-from aserve.gpu.device.ops import MakeFusedStep
+from aserve.gpu.device.ops import MakeFusedDraft
 from aserve.gpu.models.base import HiddenCapture
+from aserve.gpu.sampling.ops import SampleOps
 from aserve.gpu.sampling.sampler import Sampled
 from aserve.gpu.spec.base import Drafter, DraftRows, Verified
 from aserve.gpu.spec.fused import FuseDrafter, FusedSpeculation
+from aserve.gpu.spec.rejection import Verification
 from aserve.gpu.spec.tree import DraftTrees, TreeOfStep
 from aserve.gpu.spec.verify import (
     Accepted,
@@ -82,6 +84,7 @@ class Speculative:
         "_drafter",
         "_fuse",
         "_trees",
+        "_verification",
         "can_fuse",
         "caps",
         "fields",
@@ -90,31 +93,49 @@ class Speculative:
         "num_forwards",
     )
 
-    def __init__(self, drafter: Drafter, fuse: FuseDrafter | None = None) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        fuse: FuseDrafter | None = None,
+        verification: Verification | None = None,
+    ) -> None:
+        """verification: other than the coupled one."""
         self._drafter = drafter
         self._fuse = fuse
+        self._verification = verification
         self._trees = None if drafter.tree is None else DraftTrees(drafter.tree, drafter.max_drafts)
         self.caps = DecodeCaps(
             max_tokens_per_step=drafter.max_drafts + 1,
             tree=drafter.tree,
             key_lookahead=drafter.key_lookahead,
+            whole_windows=verification is not None,
+            continues_repeats=drafter.num_forwards == 0,
         )
-        self.can_fuse = fuse is not None
+        self.can_fuse = True
         self.fields: tuple[RelayField, ...] = (
             RelayField(SEQ_LEN, (), torch.int64),
             RelayField(DRAFTS, (drafter.max_drafts,), torch.int64),
             *self._tree_fields,
             *drafter.fields,
+            *(() if verification is None else verification.fields),
         )
         self.num_forwards = 1
         self.num_draft_forwards = drafter.num_forwards
         self.graph_widths: tuple[int, ...] = (1, drafter.max_drafts + 1)
 
     def fused_step(
-        self, target: FusedDecoder, make: MakeFusedStep, state: DeviceState
+        self, target: FusedDecoder, make: MakeFusedDraft, state: DeviceState
     ) -> FusedStep:
         """Returns the fused step of this mode, made from that of the target model."""
-        return FusedSpeculation(target, None if self._fuse is None else self._fuse(make, state))
+        drafter = None if self._fuse is None else self._fuse(make, state)
+        is_block = self._verification is not None and self._verification.is_block
+        return FusedSpeculation(target, drafter, self._drafter.wants, is_block=is_block)
+
+    def sample_ops(self, ops: SampleOps, state: DeviceState) -> SampleOps:
+        """Returns the sampling operators of this mode, made from those of the device."""
+        return (
+            ops if self._verification is None else self._verification.sample_ops(ops, state.relay)
+        )
 
     def draft(self, runner: StepRunner, plan: StepPlan, arrays: DeviceArrays) -> None:
         drafting = arrays.ints("drafting")
@@ -133,7 +154,9 @@ class Speculative:
                 roots=relay.resolve(arrays.ints("input_ids").index_select(0, roots)),
                 num_drafts=num_drafts,
                 max_len=int(plan.len_bounds.max(initial=0)) + num_drafts,
-                needs_noise=any(part.needs_noise for part in plan.logits.slices),
+                # The logits of held rows are in none of the slices, and may need noise.
+                needs_noise=len(plan.held_rows) > 0
+                or any(part.needs_noise for part in plan.logits.slices),
                 counts=arrays.ints("num_drafts").index_select(0, drafting),
             ),
         )
@@ -142,12 +165,14 @@ class Speculative:
             self._trees.write(relay, rows, _widened(drafts.parents, self._drafter.max_drafts))
 
     def step(self, runner: StepRunner, step: DeviceStep, publish: OnPublish) -> Packed:
-        capture = self._drafter.wants.capture()
+        capture = None if step.plan.batch.skips_drafter else self._drafter.wants.capture()
         step, tree = self._with_tree(runner, step, capture)
         hidden = runner.forward(step.batch)
         features = self._drafter.wants.features(capture, hidden)
         runner.hold(step, hidden, features)
         paths = None if tree is None else tree.paths_of(step)
+        if self._verification is not None:
+            self._verification.write_windows(step, runner.relay)
         sampled = runner.sample(step, hidden, paths)
         packed = self._finish(runner, step, sampled, _Window(tree, features, publish))
         if not (step.plan.held_windows > 1).any():
@@ -200,7 +225,8 @@ class Speculative:
             features=window.features,
         )
         window.publish(verified.step_lens)
-        fields = self._drafter.extend(runner, step, verified)
+        skips = step.plan.batch.skips_drafter
+        fields = {} if skips else self._drafter.extend(runner, step, verified)
         runner.relay.stash(
             verified.rows, {LAST_TOKEN: verified.last, **fields}, iteration=step.iteration
         )

@@ -20,17 +20,16 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
+import msgspec
 from torch import Tensor
-from torch.nn import functional
 
 from aserve.errors import ConfigError
-from aserve.gpu.kv.layer_groups import LayerSpec
-from aserve.gpu.layers.norm import Norm
-from aserve.gpu.models.base import Attend, CausalModel
+from aserve.gpu.layers.norm import AddNorm, Norm
+from aserve.gpu.models.base import CausalModel
 from aserve.gpu.models.config.model import ModelConfig
 from aserve.gpu.models.decoder import Block, Decoder
 from aserve.gpu.models.decoder_spec import NORMS_BEFORE, Biases, DecoderSpec, LayerNorms, QkNorm
+from aserve.gpu.models.draft_decoder import DraftDecoder, JoinedInputs, unchanged
 from aserve.gpu.spec.base import HiddenWants
 from aserve.gpu.spec.checkpoint import DRAFT_PATH, DraftWeights, target_embeddings
 from aserve.gpu.spec.recurrent_model import draft_rotary
@@ -96,9 +95,9 @@ class StoredModules:
         return StoredModules(self.names, self.prefixes[:num])
 
 
-def find_modules(source: str, names: Iterable[str]) -> StoredModules:
+def find_modules(source: str, names: Iterable[str], *, has_layer: bool = False) -> StoredModules:
     """`source` names the checkpoint, whose tensors are `names`. Raises ConfigError if it has no
-    modules, or such as are not supported."""
+    modules, or such as are not supported. `has_layer`: the model's family knows their layers."""
     names = list(names)
     for kind in KINDS:
         marker = re.compile(f"({kind.prefix}){re.escape(kind.projection)}[.]weight")
@@ -107,10 +106,12 @@ def find_modules(source: str, names: Iterable[str]) -> StoredModules:
             continue
         prefixes.sort(key=lambda prefix: [int(number) for number in re.findall(r"\d+", prefix)])
         found = StoredModules(kind, tuple(prefixes))
-        if any(UNSUPPORTED.search(name) for name in names if found.rename(name)):
+        own = (name for name in names if found.rename(name))
+        if not has_layer and any(map(UNSUPPORTED.search, own)):
             raise ConfigError(
                 f"{source}: its modules of multi-token prediction have latent attention, linear "
-                "attention or experts, which are not supported yet; use another drafter",
+                "attention or experts, which are not supported for this architecture; use another "
+                "drafter",
                 param=DRAFT_PATH,
             )
         return found
@@ -123,20 +124,21 @@ def find_modules(source: str, names: Iterable[str]) -> StoredModules:
 
 @dataclass(frozen=True, slots=True)
 class ModuleConfig:
+    """`layer` is the spec of the model's family where its layers have latent attention or experts;
+    the modules' layers are as its last one."""
+
     decoder: ModelConfig
     num_modules: int
     hidden_first: bool
     returns_normed: bool  # what a module returns has passed its norm
     wants: HiddenWants
+    layer: DecoderSpec | None = None
 
 
 class Module:
     """Module `index` as a `DraftModel`."""
 
-    __slots__ = (
-        *("_block", "_config", "_embeddings", "_entry_norm", "_factor", "_head", "_norm"),
-        *("_norms", "_projection", "_rotary", "dtype", "layers"),
-    )
+    __slots__ = (*("decoder", "dtype", "forward", "layers", "logits"),)
 
     def __init__(
         self, index: int, weights: DraftWeights, *, config: ModuleConfig, target: CausalModel
@@ -151,38 +153,34 @@ class Module:
 
         prefix = f"modules.{index}"
         self.dtype = source.dtype
-        self._config = config
-        self._embeddings = target_embeddings(target, decoder)
-        self._factor = target.embedding_factor if isinstance(target, Decoder) else 1.0
-        self._norms = (norm(f"{prefix}.embedding_norm"), norm(f"{prefix}.hidden_norm"))
         parts = {f"{prefix}.projection": size}
-        self._projection = source.linear(parts, in_features=2 * size, bias=False)
-        self._entry_norm = norm(f"model.layers.{index}.input_layernorm")
+        inputs = JoinedInputs(
+            norm(f"{prefix}.embedding_norm"),
+            norm(f"{prefix}.hidden_norm"),
+            is_hidden_first=config.hidden_first,
+            projection=source.linear(parts, in_features=2 * size, bias=False),
+        )
+        first_norm = norm(f"model.layers.{index}.input_layernorm")
         spec = _layer_spec(index, weights, config, offset=offset)
-        self._block = Block(index, spec, source, rotary=0)
-        self._norm = norm(f"{prefix}.norm")
-        self._head = target.logits
-        self._rotary = draft_rotary(decoder, source, target)
-        layer = self._block.mixer.layer
-        self.layers: tuple[LayerSpec, ...] = () if layer is None else (layer,)
-
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, attend: Attend, *, hidden: Tensor | None = None
-    ) -> Tensor:
-        assert hidden is not None
-        embedded = functional.embedding(input_ids, self._embeddings)
-        if self._factor != 1.0:
-            embedded = embedded * self._factor
-        inputs = [norm(x) for norm, x in zip(self._norms, (embedded, hidden), strict=True)]
-        if self._config.hidden_first:
-            inputs.reverse()
-        hidden = self._projection(torch.cat(inputs, dim=1))
-        normed = self._entry_norm(hidden)
-        hidden, _ = self._block(hidden, normed, self._rotary.at(positions), attend)
-        return self._norm(hidden) if self._config.returns_normed else hidden
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._head(hidden if self._config.returns_normed else self._norm(hidden))
+        block = Block(index, spec, source, rotary=0)
+        last_norm = norm(f"{prefix}.norm")
+        if config.returns_normed:
+            block.before_next = AddNorm(last_norm, scale=1.0)
+        self.decoder = DraftDecoder(
+            decoder,
+            target,
+            source.dtype,
+            target_embeddings(target, decoder),
+            (block,),
+            (draft_rotary(decoder, source, target),),
+            inputs,
+            embedding_factor=target.embedding_factor if isinstance(target, Decoder) else 1.0,
+            first_norm=first_norm,
+            head_norm=unchanged if config.returns_normed else last_norm,
+        )
+        self.layers = self.decoder.layers
+        self.forward = self.decoder.forward
+        self.logits = self.decoder.logits
 
 
 class Modules:
@@ -190,7 +188,8 @@ class Modules:
     `RecurrentModel`."""
 
     __slots__ = (
-        *("dtype", "forward", "hidden_size", "layers", "logits", "modules", "token_ids", "wants"),
+        *("decoder", "dtype", "forward", "hidden_size", "layers", "logits", "modules"),
+        *("token_ids", "wants"),
     )
 
     def __init__(self, modules: Sequence[Module], config: ModuleConfig) -> None:
@@ -200,6 +199,7 @@ class Modules:
         self.token_ids: Tensor | None = None
         self.layers = tuple(layer for module in modules for layer in module.layers)
         self.dtype = modules[0].dtype
+        self.decoder = modules[0].decoder
         self.forward = modules[0].forward
         self.logits = modules[0].logits
 
@@ -214,10 +214,17 @@ def _layer_spec(
     """NOTE: a block owns the norm that follows it, which here is none of a next layer. So the spec
     has one layer more than there are, and names no norm before attention."""
     attention = f"model.layers.{index}.self_attn"
+    windows = (None,) * (config.num_modules + 1)
+    norms = LayerNorms(before_mlp=NORMS_BEFORE.before_mlp)
+    if (layer := config.layer) is not None:
+        mixers, mlps = (last[-1:] * len(windows) for last in (layer.mixers, layer.mlps))
+        return msgspec.structs.replace(
+            layer, windows=windows, norms=norms, mixers=mixers, mlps=mlps
+        )
     return DecoderSpec(
         config.decoder,
-        windows=(None,) * (config.num_modules + 1),
-        norms=LayerNorms(before_mlp=NORMS_BEFORE.before_mlp),
+        windows=windows,
+        norms=norms,
         norm_offset=offset,
         biases=Biases(
             qkv=weights.has_bias(f"{attention}.q_proj"),

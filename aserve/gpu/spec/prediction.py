@@ -22,7 +22,7 @@ from torch import Tensor
 from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.gpu.decode.base import DecodeMode, OnPublish, StepRunner
 from aserve.gpu.device.fused_step import FusedWindows
-from aserve.gpu.device.ops import MakeFusedStep
+from aserve.gpu.device.ops import MakeFusedDraft
 from aserve.gpu.spec.base import AFTER_NORM, Drafter, DraftRows, Drafts, Verified, histories_of
 from aserve.gpu.spec.fused import (
     FusedDrafter,
@@ -31,6 +31,7 @@ from aserve.gpu.spec.fused import (
     LookUp,
 )
 from aserve.gpu.spec.mode import Speculative
+from aserve.gpu.spec.rejection import Verification, forget_probs
 from aserve.gpu.step.future_map import RelayField
 from aserve.gpu.step.held import HeldSample
 from aserve.gpu.step.plan import StepPlan
@@ -38,6 +39,7 @@ from aserve.gpu.step.resolve import DeviceState, DeviceStep
 from aserve.gpu.step.results import Packed
 from aserve.gpu.transfer.staging import DeviceArrays
 from aserve.messages.step import DraftTree
+from aserve_kernels.draft_chain import DRAFT_PROBS
 from aserve_kernels.suffix_match import MatchWindow, SuffixMatch, Texts
 
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
@@ -46,17 +48,19 @@ NUM_PREDICTED = 24
 WINDOW = MatchWindow(shortest=1, longest=16)
 
 
-def verifying(drafter: Drafter, match: SuffixMatch, fuse: FuseDrafter | None) -> DecodeMode:
-    """Returns the decode mode that verifies a drafter's drafts, and predictions beside them. Static
-    trees have no room for a prediction."""
-    if drafter.tree is not None and not drafter.tree.is_dynamic:
-        return Speculative(drafter, fuse)
-    return Predicted(drafter, match, fuse)
+def verifying(
+    drafter: Drafter,
+    match: SuffixMatch,
+    fuse: FuseDrafter | None,
+    verification: Verification | None = None,
+) -> DecodeMode:
+    """Returns the decode mode that verifies a drafter's drafts, and predictions beside them."""
+    return Predicted(drafter, match, fuse, verification)
 
 
 class Predicting:
     """A drafter that drafts for rows with a prediction, and leaves the others to `drafter`, which
-    makes chains or dynamic trees, or without one has no drafts for them.
+    makes chains or trees, or without one has no drafts for them.
 
     It makes more drafts than `drafter` does, so that the number says which of both a step needs.
     Beside trees, a row whose number of drafts is that of a prediction has a chain.
@@ -92,6 +96,8 @@ class Predicting:
         has_text = runner.state.tables.texts.lens.index_select(0, rows.rows) > 0
         if own.parents is not None:
             has_text &= rows.counts > drafter.max_drafts
+        if DRAFT_PROBS in runner.relay:
+            forget_probs(runner.relay, rows.rows, has_text)
         tokens = _widened(own.tokens, rows.num_drafts)
         tokens = torch.where(has_text[:, None], self.look_up(runner.state, rows), tokens)
         if own.parents is None:
@@ -125,7 +131,7 @@ class FusedPrediction:
     """The `FusedDrafter` of `Predicting`: rows with a text look up, and the others have `drafter`,
     if there is one."""
 
-    __slots__ = ("_drafter", "_lookup", "_max_own", "_texts")
+    __slots__ = ("_drafter", "_lookup", "_max_own", "_relay", "_texts")
 
     def __init__(
         self, look_up: LookUp, drafter: FusedDrafter | None, state: DeviceState, *, max_own: int
@@ -134,18 +140,21 @@ class FusedPrediction:
         self._lookup = FusedLookup(look_up, state)
         self._drafter = drafter
         self._max_own = max_own
+        self._relay = state.relay
         self._texts = state.tables.texts
 
     def draft(self, plan: StepPlan) -> None:
         has_text = self._has_text(plan)
         if (plan.num_drafts * has_text).any():
             self._lookup.draft(dataclasses.replace(plan, num_drafts=plan.num_drafts * has_text))
+            if DRAFT_PROBS in self._relay:
+                self._relay.table(DRAFT_PROBS).numpy()[plan.rows[has_text]] = 0
         if self._drafter is not None and (plan.num_drafts * ~has_text).any():
             self._drafter.draft(self._others(plan))
 
-    def extend(self, plan: StepPlan, windows: FusedWindows) -> None:
+    def extend(self, plan: StepPlan, windows: FusedWindows, features: tuple[Tensor, ...]) -> None:
         if self._drafter is not None:
-            self._drafter.extend(self._others(plan), windows)
+            self._drafter.extend(self._others(plan), windows, features)
 
     def _others(self, plan: StepPlan) -> StepPlan:
         """Returns the plan as if rows with a text had no drafts."""
@@ -162,37 +171,43 @@ class Predicted:
     """The decode mode of an engine without a drafter, or with one that makes chains or dynamic
     trees.
 
-    Without a drafter, a step that verifies nothing is a step of plain decoding. It publishes no
-    lengths to the host, which knows them. Its graphs and its fused step are those of plain
-    decoding.
+    Without a drafter, or where it is skipped, a step that verifies nothing is a step of plain
+    decoding. It publishes no lengths to the host, which knows them. Without a drafter, the graphs
+    and the fused step are those of plain decoding.
     """
 
     __slots__ = (
-        *("_plain", "_windows", "can_fuse", "caps", "fields", "fused_step", "graph_widths"),
-        *("num_draft_forwards", "num_forwards"),
+        *("_has_drafter", "_plain", "_windows", "can_fuse", "caps", "fields", "fused_step"),
+        *("graph_widths", "num_draft_forwards", "num_forwards", "sample_ops"),
     )
 
     def __init__(
-        self, drafter: Drafter | None, match: SuffixMatch, fuse: FuseDrafter | None = None
+        self,
+        drafter: Drafter | None,
+        match: SuffixMatch,
+        fuse: FuseDrafter | None = None,
+        verification: Verification | None = None,
     ) -> None:
-        self._plain = Autoregressive() if drafter is None else None
+        self._plain = Autoregressive()
+        self._has_drafter = drafter is not None
         predicting = Predicting(drafter, match)
 
-        def fuse_all(make: MakeFusedStep, state: DeviceState) -> FusedDrafter | None:
+        def fuse_all(make: MakeFusedDraft, state: DeviceState) -> FusedDrafter | None:
             own = None if fuse is None else fuse(make, state)
             if drafter is not None and own is None:
                 return None
             max_own = 0 if drafter is None else drafter.max_drafts
             return FusedPrediction(predicting.look_up, own, state, max_own=max_own)
 
-        self._windows = Speculative(predicting, fuse_all)
+        self._windows = Speculative(predicting, fuse_all, verification)
         width = 1 if drafter is None else drafter.max_drafts + 1
         max_predicted = self._windows.caps.max_tokens_per_step - 1
         self.caps = msgspec.structs.replace(
             self._windows.caps, max_tokens_per_step=width, max_predicted=max_predicted
         )
-        self.can_fuse = drafter is None or fuse is not None
+        self.can_fuse = True
         self.fused_step = self._windows.fused_step
+        self.sample_ops = self._windows.sample_ops
         self.fields = self._windows.fields
         self.num_forwards = self._windows.num_forwards
         self.num_draft_forwards = self._windows.num_draft_forwards
@@ -203,12 +218,16 @@ class Predicted:
 
     def step(self, runner: StepRunner, step: DeviceStep, publish: OnPublish) -> Packed:
         plan = step.plan
-        if self._plain is None or plan.num_drafts.any() or plan.is_bound.any():
+        if not self._is_plain(plan) or plan.is_bound.any():
             return self._windows.step(runner, step, publish)
         runner.relay.publish(step.batch.rows, step.batch.lens)
         return self._plain.step(runner, step, publish)
 
     def sample_held(self, runner: StepRunner, held: HeldSample, publish: OnPublish) -> Packed:
-        if self._plain is None or held.plan.num_drafts.any():
+        if not self._is_plain(held.plan):
             return self._windows.sample_held(runner, held, publish)
         return self._plain.sample_held(runner, held, publish)
+
+    def _is_plain(self, plan: StepPlan) -> bool:
+        is_followed = self._has_drafter and not plan.batch.skips_drafter
+        return not is_followed and not plan.num_drafts.any()

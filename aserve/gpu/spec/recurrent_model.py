@@ -4,6 +4,7 @@ share, and the drafter that is made of one.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -22,10 +23,13 @@ from aserve.gpu.models.decoder_spec import (
     MakeMixer,
     QkNorm,
 )
+from aserve.gpu.models.draft_decoder import DraftDecoder
 from aserve.gpu.spec.base import HiddenWants
-from aserve.gpu.spec.checkpoint import DraftWeights
-from aserve.gpu.spec.recurrent import RecurrentChain
-from aserve.gpu.spec.recurrent_tree import RecurrentTree
+from aserve.gpu.spec.checkpoint import DraftWeights, check_windows, draft_windows
+from aserve.gpu.spec.fixed_tree import fixed_tree
+from aserve.gpu.spec.fused_chain import fuse_recurrent
+from aserve.gpu.spec.recurrent import HIDDEN, RecurrentChain
+from aserve.gpu.spec.recurrent_tree import RecurrentTree, TreeShape
 from aserve.gpu.spec.request import DraftRequest, LoadedDrafter
 from aserve.gpu.spec.tree_growth import tree_size
 from aserve.gpu.weights.source import WeightSource
@@ -35,6 +39,7 @@ WITHOUT_INPUT_NORM = LayerNorms(before_mlp=NORMS_BEFORE.before_mlp)
 
 
 class RecurrentModel(DraftModel, Protocol):
+    decoder: DraftDecoder
     hidden_size: int
     wants: HiddenWants
     token_ids: Tensor | None  # int64 [draft vocab], the target's ids; None: the same vocabulary
@@ -46,10 +51,10 @@ class RecurrentModel(DraftModel, Protocol):
 def recurrent_drafter(
     model: RecurrentModel, model_dir: Path, request: DraftRequest
 ) -> LoadedDrafter:
-    """Returns the drafter of a chain or of a dynamic tree, as the options ask for."""
-    is_chain = request.options.topk in (None, 1)
-    size = None if is_chain else tree_size(request.options)
-    max_drafts = request.chain_len(default=DEFAULT_STEPS) if size is None else size.num_drafts
+    """Returns the drafter of a chain or of a tree, as the options ask for."""
+    check_windows(model_dir, model.layers, request.target)
+    shape = _tree_shape(request)
+    max_drafts = request.chain_len(default=DEFAULT_STEPS) if shape is None else shape.num_drafts
     chain = RecurrentChain(
         model,
         max_drafts,
@@ -58,10 +63,20 @@ def recurrent_drafter(
         token_ids=model.token_ids,
         fuse=model.fuse,
     )
-    if size is None:
-        return LoadedDrafter(chain, model, f"{max_drafts} tokens of {model_dir.name}")
-    shape = f"trees of {max_drafts} tokens, {size.depth} deep with {size.topk} branches, of"
-    return LoadedDrafter(RecurrentTree(chain, size), model, f"{shape} {model_dir.name}")
+    if shape is None:
+        compiled = partial(fuse_recurrent, model.decoder, model.fuse, HIDDEN)
+        about = f"{max_drafts} tokens of {model_dir.name}"
+        return LoadedDrafter(chain, model, about, fuse=compiled)
+    kind = "fixed trees" if request.options.token_tree else "trees"
+    about = f"{kind} of {max_drafts} tokens, {shape.depth} deep with {shape.topk} branches, of"
+    return LoadedDrafter(RecurrentTree(chain, shape), model, f"{about} {model_dir.name}")
+
+
+def _tree_shape(request: DraftRequest) -> TreeShape | None:
+    options = request.options
+    if options.token_tree is not None:
+        return fixed_tree(options, request.plan.target.device)
+    return None if options.topk in (None, 1) else tree_size(options)
 
 
 def recurrent_blocks(
@@ -75,7 +90,7 @@ def recurrent_blocks(
     attention = "model.layers.0.self_attn"
     spec = DecoderSpec(
         config,
-        windows=(None,) * (config.num_layers + 1),
+        windows=(*draft_windows(config.fields), None),
         biases=Biases(
             qkv=weights.has_bias(f"{attention}.q_proj"),
             attention_out=weights.has_bias(f"{attention}.o_proj"),

@@ -30,6 +30,9 @@ ALGORITHMS: Mapping[str, Callable[[DraftRequest], LoadedDrafter]] = {
     "STANDALONE": partial(_load_in, "standalone"),
 }
 
+# The methods of verification. All but the first one need the distributions of the drafts.
+COUPLED, REJECTION, BLOCK = VERIFICATIONS = ("coupled", "rejection", "block")
+
 # vLLM's names of these, for its --speculative-config.
 METHODS: Mapping[str, str] = {
     "dflash": "DFLASH",

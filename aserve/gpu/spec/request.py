@@ -13,7 +13,7 @@ from aserve.gpu.device.ops import TORCH_OPS, DeviceOps
 from aserve.gpu.models.base import CausalModel, DraftModel, LoadPlan
 from aserve.gpu.spec.base import Drafter
 from aserve.gpu.spec.fused import FuseDrafter
-from aserve.gpu.weights.source import unwrapped
+from aserve.gpu.weights.source import WHOLE, unwrapped
 
 
 class SpecOptions(msgspec.Struct, frozen=True):
@@ -25,8 +25,11 @@ class SpecOptions(msgspec.Struct, frozen=True):
     num_steps: int | None = None  # drafts on one path
     topk: int | None = None  # branches at each node of a draft tree; 1: a chain
     num_draft_tokens: int | None = None  # tokens that one step verifies, the root included
+    token_tree: str | None = None  # the paths of a static tree
     min_match_len: int | None = None  # of a suffix that is looked up
     max_match_len: int | None = None
+    shared_table_size: int | None = None  # n-grams that a namespace keeps for its rows; 0: none
+    verification: str = "coupled"  # one of registry.VERIFICATIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +44,11 @@ class DraftRequest:
 
     @property
     def plan(self) -> LoadPlan:
-        """The dtype, context and device of the target. A drafter has no LoRA adapters."""
-        target = dataclasses.replace(self.target_plan.target, wrap=unwrapped)
+        """The dtype, context and device of the target. A drafter has no LoRA adapters, and each
+        rank has all of it."""
+        target = dataclasses.replace(
+            self.target_plan.target, wrap=unwrapped, divide=unwrapped, shard=WHOLE
+        )
         return dataclasses.replace(self.target_plan, target=target)
 
     def model_dir(self, *, bundled: str, default: Path | None = None) -> Path:
@@ -64,6 +70,11 @@ class DraftRequest:
     def chain_len(self, *, default: int) -> int:
         """Returns the number of drafts of a drafter that makes chains only."""
         options = self.options
+        if options.token_tree is not None:
+            raise ConfigError(
+                f"--speculative-token-tree: {options.algorithm} drafts a chain; leave it out",
+                param="speculative_token_tree",
+            )
         if options.topk not in (None, 1):
             raise ConfigError(
                 f"--speculative-topk {options.topk}: {options.algorithm} drafts a chain; "

@@ -12,13 +12,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from aserve.errors import ConfigError
 from aserve.gpu.decode.base import StepRunner
 from aserve.gpu.models.base import Attend, CausalModel, DraftModel
 from aserve.gpu.models.load import make_loader
+from aserve.gpu.models.ngram_embedding import id_window_of
 from aserve.gpu.spec.base import AFTER_NORM, DraftRows, Drafts, Verified
-from aserve.gpu.spec.checkpoint import check_vocabulary
+from aserve.gpu.spec.checkpoint import DRAFT_PATH, check_vocabulary, check_windows
 from aserve.gpu.spec.drafting import draw_drafts, extend_inputs
-from aserve.gpu.spec.fused import fuse_chain
+from aserve.gpu.spec.fused_chain import fuse_tokens
 from aserve.gpu.spec.request import DraftRequest, LoadedDrafter
 from aserve.gpu.step.future_map import RelayField
 from aserve.gpu.step.resolve import DeviceStep
@@ -76,9 +78,16 @@ def load(request: DraftRequest) -> LoadedDrafter:
     model_dir = request.model_dir(bundled="small_lm")
     loader, code = make_loader(model_dir)
     model = loader.load(request.plan)
+    if id_window_of(model) > 1:
+        raise ConfigError(
+            f"{model_dir}: a model with n-gram embeddings cannot draft, because a draft chain has "
+            "no context on the device; use another draft model",
+            param=DRAFT_PATH,
+        )
     check_vocabulary(model_dir, model.vocab_size, request.target)
+    check_windows(model_dir, model.layers, request.target)
     draft_model = PlainDraftModel(model)
     num_drafts = request.chain_len(default=4)
     about = f"{num_drafts} tokens of {model_dir.name}, {code.name} code"
     drafter = Standalone(draft_model, num_drafts)
-    return LoadedDrafter(drafter, draft_model, about, fuse=partial(fuse_chain, model))
+    return LoadedDrafter(drafter, draft_model, about, fuse=partial(fuse_tokens, model))

@@ -1,7 +1,6 @@
 """Draft trees in a step: the positions of their nodes, and which nodes each node sees.
 
-A static tree is the same for all rows and steps. The shape of a dynamic tree (EAGLE-2) is chosen
-on the device, row by row, and travels beside the drafts in a relay field.
+The shape of a row's tree is chosen on the device, and travels beside the drafts in a relay field.
 """
 
 from __future__ import annotations
@@ -50,14 +49,11 @@ class TreeOfStep:
 
 
 class DraftTrees:
-    __slots__ = ("_tree", "depth", "fields")
+    __slots__ = ("depth", "fields")
 
     def __init__(self, tree: DraftTree, max_drafts: int) -> None:
-        self._tree = tree
         self.depth = tree.depth  # of a number of drafts
-        self.fields: tuple[RelayField, ...] = ()
-        if tree.is_dynamic:
-            self.fields = (RelayField(PARENTS, (max_drafts,), torch.int64),)
+        self.fields = (RelayField(PARENTS, (max_drafts,), torch.int64),)
 
     def write(self, relay: FutureMap, rows: Tensor, parents: Tensor) -> None:
         relay.write(PARENTS, rows, parents)
@@ -68,7 +64,7 @@ class DraftTrees:
             return None
         num_drafts = int(step.plan.num_drafts.max())
         arrays, batch = step.arrays, step.batch
-        own = self._parents(relay, batch.rows, num_drafts)  # of every row of the step
+        own = _parents(relay, batch.rows, num_drafts)  # of every row of the step
         is_real = (
             torch.arange(num_drafts + 1, device=own.device) <= arrays.ints("num_drafts")[:, None]
         )
@@ -83,18 +79,16 @@ class DraftTrees:
         )
         depth = torch.where(is_window, depths[batch.token_to_row, node], offsets)
         return TreeOfStep(
-            parents=self._parents(relay, arrays.ints("sample_rows"), num_drafts),
+            parents=_parents(relay, arrays.ints("sample_rows"), num_drafts),
             positions=batch.kv_lens.index_select(0, batch.token_to_row) + depth,
             mask=torch.where(is_window[:, None], seen, mask),
             node_masks=masks,
         )
 
-    def _parents(self, relay: FutureMap, rows: Tensor, num_drafts: int) -> Tensor:
-        """int64 [n, num_drafts] for rows int64 [n]."""
-        if self._tree.is_dynamic:
-            return relay.read(PARENTS, rows)[:, :num_drafts]
-        parents = torch.tensor(self._tree.parents[:num_drafts], device=rows.device)
-        return parents.expand(len(rows), -1)
+
+def _parents(relay: FutureMap, rows: Tensor, num_drafts: int) -> Tensor:
+    """int64 [n, num_drafts] for rows int64 [n]."""
+    return relay.read(PARENTS, rows)[:, :num_drafts]
 
 
 def tree_masks(parents: Tensor, is_real: Tensor) -> tuple[Tensor, Tensor]:

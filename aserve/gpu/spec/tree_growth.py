@@ -42,6 +42,9 @@ class TreeSize:
         level but the last needs `topk` slots."""
         return min(self.depth, 1 + (num_drafts + 1) // self.topk)
 
+    def plant(self, tokens: Tensor, scores: Tensor) -> TreeGrowth:
+        return TreeGrowth(tokens, scores)
+
 
 def tree_size(options: SpecOptions) -> TreeSize:
     """Returns the size of the tree that the options ask for."""
@@ -68,7 +71,7 @@ def tree_size(options: SpecOptions) -> TreeSize:
 
 
 class TreeGrowth:
-    """The trees of n rows while they grow.
+    """A `Growth`: the trees of n rows while they grow.
 
     All nodes are candidates for drafts, numbered from 1 in the order in which they are made; the
     `topk` best nodes of each level go on, and their children are the next level.
@@ -86,6 +89,15 @@ class TreeGrowth:
         self.tokens = tokens  # of the nodes that go on, int64 [n, topk * levels]
         # bool [n, topk * levels, topk * levels]: which of them each of them sees
         self.mask = torch.eye(topk, dtype=torch.bool, device=tokens.device).repeat(num_rows, 1, 1)
+
+    @property
+    def num_last(self) -> int:
+        return self._frontier.shape[1]
+
+    @property
+    def levels(self) -> Tensor:
+        nodes = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        return nodes // self.num_last
 
     def grow(self, tokens: Tensor, scores: Tensor) -> Tensor:
         """Adds a level. tokens int64 [n, topk, topk] are the children of the last nodes that go on,

@@ -16,6 +16,7 @@ from torch import Tensor
 from aserve.errors import BugError
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.models.base import HiddenCapture
+from aserve.gpu.models.vision_language import TokenFeatures
 from aserve.messages.base import ArrayI32
 
 
@@ -97,6 +98,7 @@ class ForwardBatch:
     # bool [tokens, >= query_len]: which of its row's new tokens a token sees, besides the layer's
     # mask; columns from the row's query_len on are not read
     tree_mask: Tensor | None = None
+    features: TokenFeatures | None = None  # of tokens of pictures
     shared_pages: int = 0  # all rows share their first pages of the first layer group
     is_debug: bool = False
     marker: PlanMarker = field(default_factory=PlanMarker, compare=False, repr=False)
@@ -163,14 +165,15 @@ class ForwardBatch:
         """Returns this forward with other settings. The attention plan's record comes along."""
         if overrides is NO_OVERRIDES and is_debug == self.is_debug:
             return self
-        lens_cpu = self.lens_cpu
+        lens_cpu, rope = self.lens_cpu, overrides.rope_positions
+        own_rope = self.rope_override if self.tree_mask is None else None  # a tree's go with it
         if overrides.kv_lens_cpu is not None:
             lens_cpu = overrides.kv_lens_cpu + self.query_lens_cpu
         return dataclasses.replace(
             self,
             lens_cpu=lens_cpu,
             capture=overrides.capture,
-            rope_override=overrides.rope_positions,
+            rope_override=own_rope if rope is None else rope,
             tree_mask=overrides.tree_mask,
             is_debug=is_debug,
             marker=PlanMarker(self.marker.record),
@@ -253,36 +256,4 @@ class ForwardBatch:
             lens_cpu=None if self.lens_cpu is None else np.concatenate((self.lens_cpu, ones)),
             shared_pages=0,
             marker=PlanMarker(self.marker.record),
-        )
-
-    def split(self, num_rows: int) -> tuple[ForwardBatch, ForwardBatch]:
-        """Returns the first rows and the rest as two forwards. Neither has an attention plan
-        yet.
-        """
-        num_tokens = int(self.query_lens_cpu[:num_rows].sum())
-        return (
-            self._part(slice(0, num_rows), slice(0, num_tokens)),
-            self._part(slice(num_rows, None), slice(num_tokens, None)),
-        )
-
-    def _part(self, rows: slice, tokens: slice) -> ForwardBatch:
-        starts = self.cu_query_lens[rows.start : None if rows.stop is None else rows.stop + 1]
-        return dataclasses.replace(
-            self,
-            rows=self.rows[rows],
-            query_lens=self.query_lens[rows],
-            kv_lens=self.kv_lens[rows],
-            lens=self.lens[rows],
-            cu_query_lens=starts - tokens.start,
-            token_to_row=self.token_to_row[tokens] - rows.start,
-            token_rows=self.token_rows[tokens],
-            input_ids=self.input_ids[tokens],
-            cache_positions=self.cache_positions[tokens],
-            rope_override=None if self.rope_override is None else self.rope_override[..., tokens],
-            tree_mask=None if self.tree_mask is None else self.tree_mask[tokens],
-            slots=tuple(slots[tokens] for slots in self.slots),
-            query_lens_cpu=self.query_lens_cpu[rows],
-            len_bounds_cpu=self.len_bounds_cpu[rows],
-            lens_cpu=None if self.lens_cpu is None else self.lens_cpu[rows],
-            marker=PlanMarker(),
         )

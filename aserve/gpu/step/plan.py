@@ -186,17 +186,18 @@ def plan_logits(
     slice_len: int,
 ) -> LogitsPlan:
     """ends [samples]: the index after each row's last token. The last `windows` tokens of a row
-    need logits."""
-    logits_rows = np.repeat(rows, windows)
+    need logits. A slice has whole windows."""
+    stops = windows.cumsum()
+    least = max(1, slice_len - int(windows.max(initial=1)) + 1)
+    cuts = stops[:-1][np.diff((stops - 1) // least) > 0]
     return LogitsPlan(
         rows=rows,
         windows=windows,
         tokens=_window_tokens(ends, windows),
         slices=tuple(
-            row_params.plan(
-                logits_rows[start : start + slice_len], max_len=max_len, vocab_size=vocab_size
-            )
-            for start in range(0, len(logits_rows), slice_len)
+            row_params.plan(part, max_len=max_len, vocab_size=vocab_size)
+            for part in np.split(np.repeat(rows, windows), cuts)
+            if len(part)
         ),
         num_logprobs=row_params.num_logprobs(rows),
     )

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from aserve.errors import StepError
 from aserve.gpu.models.base import wide_logits
+from aserve.gpu.models.pooling import LAST_TOKEN, PooledTokens, Pooler
 from aserve.gpu.sampling.plan import RowParams
 from aserve.gpu.transfer.staging import DeviceArrays, HostArrays
 from aserve.messages.base import ArrayI32, array_i32
@@ -39,12 +40,16 @@ class PromptPlan:
     token_ids: ArrayI32  # [scored tokens]
     slices: tuple[slice, ...]  # parts of the scored tokens; at least one, which may be empty
     embedded_rows: ArrayI32  # [embedded rows]
+    embedded_indices: ArrayI32  # [tokens of embedded rows]
+    embedded_lens: ArrayI32  # [embedded rows], number of their tokens in this step
     last_indices: ArrayI32  # [embedded rows], the last token of each prompt
 
     def stage(self, arrays: HostArrays) -> None:
         arrays.add("scored_indices", self.indices)
         arrays.add("scored_ids", self.token_ids)
-        arrays.add("embedded_indices", self.last_indices)
+        arrays.add("embedded_indices", self.embedded_indices)
+        arrays.add("embedded_lens", self.embedded_lens)
+        arrays.add("embedded_last", self.last_indices)
 
 
 def plan_prompts(
@@ -78,6 +83,8 @@ def plan_prompts(
             slice(start, start + slice_len) for start in range(0, max(len(indices), 1), slice_len)
         ),
         embedded_rows=rows[embedded],
+        embedded_indices=_ranges((ends - query_lens)[embedded], query_lens[embedded]),
+        embedded_lens=query_lens[embedded],
         last_indices=ends[embedded] - 1,
     )
 
@@ -97,13 +104,17 @@ def _next_tokens(batch: ScheduleBatch, ends: ArrayI32) -> ArrayI32:
 
 
 def score_prompts(
-    plan: PromptPlan, arrays: DeviceArrays, hidden: Tensor, logits_of: LogitsOf
+    plan: PromptPlan,
+    arrays: DeviceArrays,
+    hidden: Tensor,
+    logits_of: LogitsOf,
+    pooler: Pooler = LAST_TOKEN,
 ) -> Tensor:
     """hidden [tokens, hidden] of the whole step -> int32 [words], as `read_prompts` reads them.
 
     The words are, of the scored tokens, chosen float32 [n], ranks [n], top_ids [n, k] and
-    top_logprobs float32 [n, k]; then the embeddings float32 [rows, hidden]. Floats keep their bits.
-    Only one slice's logits are in memory at a time.
+    top_logprobs float32 [n, k]; then the pooled vectors float32 [rows, size]. Floats keep their
+    bits. Only one slice's logits are in memory at a time.
     """
     indices, token_ids = arrays.ints("scored_indices"), arrays.ints("scored_ids")
     scores = [
@@ -113,8 +124,8 @@ def score_prompts(
         for part in plan.slices
     ]
     of_tokens = (torch.cat(parts) for parts in zip(*scores, strict=True))
-    last = hidden.index_select(0, arrays.ints("embedded_indices"))
-    return torch.cat([_as_words(values) for values in (*of_tokens, _embed(last))])
+    pooled = _pooled(arrays, hidden, pooler)
+    return torch.cat([_as_words(values) for values in (*of_tokens, pooled)])
 
 
 def _as_words(values: Tensor) -> Tensor:
@@ -132,10 +143,9 @@ def _score(logits: Tensor, token_ids: Tensor, *, num_top: int) -> tuple[Tensor, 
     return chosen[:, 0].float(), ranks, top_ids, top_logprobs.float()
 
 
-def _embed(hidden: Tensor) -> Tensor:
-    """x / |x| of each row: [n, hidden] -> float32. A narrow dtype would round the length."""
-    wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-    return torch.nn.functional.normalize(wide, dim=1).float()
+def _pooled(arrays: DeviceArrays, hidden: Tensor, pooler: Pooler) -> Tensor:
+    indices, lens, last = map(arrays.ints, ("embedded_indices", "embedded_lens", "embedded_last"))
+    return pooler(hidden, PooledTokens(indices, lens, last))
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,13 @@ class DeviceState:
     clears_pages: bool = True
     draft_pools: KvPools | None = None  # the drafter's keys and values, over the same page tables
 
+    @property
+    def cleared_pools(self) -> tuple[KvPools, ...]:
+        """The pools whose new pages are cleared. A drafter does not write the KV of tokens that
+        were made without it, and reads it."""
+        own = (self.pools,) if self.clears_pages else ()
+        return own if self.draft_pools is None else (*own, self.draft_pools)
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
@@ -54,7 +61,7 @@ class DeviceStep:
 def stage_tables(batch: ScheduleBatch, arrays: HostArrays, state: DeviceState) -> None:
     """Adds the arrays that `apply_tables` reads. Most decode steps need none."""
     if batch.row_inits:
-        ints, floats = init_columns(batch.row_inits)
+        ints, floats = init_columns(batch.row_inits, state.tables.shares)
         arrays.add("init_rows", np.array([init.row for init in batch.row_inits], np.int32))
         arrays.add_wide("init_ints", ints)
         arrays.add_wide("init_floats", floats)
@@ -64,7 +71,7 @@ def stage_tables(batch: ScheduleBatch, arrays: HostArrays, state: DeviceState) -
             continue
         rows, columns, pages = map(array_i32, (writes.rows, writes.columns, writes.pages))
         arrays.add(f"page_writes{group}", np.concatenate((rows, columns, pages)))
-        if state.clears_pages:
+        if state.cleared_pools:
             step_rows = array_i32(batch.rows)
             kv_lens = np.zeros(1 + int(step_rows.max()), np.int32)
             kv_lens[step_rows] = array_i32(batch.kv_lens)
@@ -87,10 +94,8 @@ def apply_tables(batch: ScheduleBatch, arrays: DeviceArrays, state: DeviceState)
             continue
         rows, columns, pages = arrays.ints(f"page_writes{group}").chunk(3)
         pools.write_pages(group, rows=rows, columns=columns, pages=pages)
-        if state.clears_pages:
-            empty = arrays.ints(f"empty_pages{group}")
-            for each in filter(None, (pools, state.draft_pools)):
-                each.clear(group, empty)
+        for each in state.cleared_pools:
+            each.clear(group, arrays.ints(f"empty_pages{group}"))
 
 
 # How a device runs `resolve`.

@@ -54,7 +54,7 @@ class Packed:
 
     def with_drafts(self, *tables: Tensor) -> Packed:
         """Appends the drafts of held rows: tables int64 [held, max drafts], of tokens, and of
-        parents in a tree that the device has chosen."""
+        parents in a tree."""
         words = [self.words, *(table.reshape(-1).to(torch.int32) for table in tables)]
         num_words, max_drafts = sum(map(len, words[1:])), tables[0].shape[1]
         layout = dataclasses.replace(self.layout, num_draft_words=num_words, max_drafts=max_drafts)

@@ -1,6 +1,11 @@
 """Reads the safetensors files of a model directory: a single file, or several with an index.
 
-Names, shapes and dtypes come from the files' headers; values are read one tensor at a time.
+Names, shapes and dtypes come from the files' headers; values are read one tensor at a time. Linear
+layers may be stored in fp8 with one scale per block, the tensor `NAME_scale_inv` (DeepSeek-V3):
+
+    w[i, j] = element[i, j] * scale[i // rows, j // columns]        in float32
+
+Tensors in MXFP4 (`mxfp4.py`) are read as bfloat16.
 """
 
 from __future__ import annotations
@@ -18,8 +23,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from aserve.errors import ConfigError
+from aserve.gpu.weights import mxfp4
 
 CPU = torch.device("cpu")
+Block: TypeAlias = tuple[int, int]  # rows and columns of a block of fp8 with one scale
+FP8 = "F8_E4M3"
+SCALES = "_scale_inv"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES: Mapping[str, torch.dtype] = {
@@ -51,10 +60,14 @@ class Checkpoint:
 
     `rename` maps the names in the files to those by which the tensors are known here; None leaves a
     tensor out. The tensors of the files `updates` take the place of those of the directory, and of
-    those of earlier ones.
+    those of earlier ones. With `fp8_block`, weights in fp8 are widened by their blocks' scales;
+    weights in MXFP4 are widened in any case.
     """
 
-    __slots__ = ("_device", "_files", "_rename", "_stack", "_updates", "directory", "tensors")
+    __slots__ = (
+        *("_block", "_device", "_files", "_mxfp4", "_rename", "_scales", "_stack", "_updates"),
+        *("directory", "tensors"),
+    )
 
     def __init__(
         self,
@@ -63,7 +76,11 @@ class Checkpoint:
         *,
         rename: Rename = as_stored,
         updates: Sequence[Path] = (),
+        fp8_block: Block | None = None,
     ) -> None:
+        self._block = fp8_block
+        self._scales: dict[str, StoredTensor] = {}  # by the names of their weights
+        self._mxfp4: dict[str, StoredTensor] = {}  # scales, by the names of their weights
         self.directory = directory
         self._device = device
         self._updates = updates
@@ -84,6 +101,8 @@ class Checkpoint:
             for path in self._updates:
                 self._files[str(path)] = stack.enter_context(_open(path, self._device))
                 self._note_tensors(str(path), replaces=True)
+            self._take_scales()
+            self._take_mxfp4()
             self._stack = stack.pop_all()
         return self
 
@@ -95,17 +114,34 @@ class Checkpoint:
     ) -> None:
         self._stack.close()
 
+    @property
+    def paths(self) -> list[Path]:
+        return [self.directory / file_name for file_name in self._files]
+
     def read(self, name: str) -> Tensor:
         """Returns the tensor in the checkpoint's dtype. On the CPU it may share memory with the
         file: copy it before the checkpoint closes.
         """
         with self._explained(name) as file:
-            return file.get_tensor(self.tensors[name].name)
+            stored = file.get_tensor(self.tensors[name].name)
+            if (scales := self._mxfp4.get(name)) is not None:
+                return mxfp4.widened(stored, self._values(scales))
+            return self._widened(name, stored, tuple(slice(0, size) for size in stored.shape))
 
     def read_part(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """Reads the elements tensor[part] alone."""
+        if name in self._mxfp4:
+            return self.read(name)[part]
         with self._explained(name) as file:
-            return file.get_slice(self.tensors[name].name)[part]
+            return self._widened(name, file.get_slice(self.tensors[name].name)[part], part)
+
+    def _widened(self, name: str, stored: Tensor, part: tuple[slice, ...]) -> Tensor:
+        if name not in self._scales or self._block is None:
+            return stored
+        return _widened(stored, self._values(self._scales[name]), part, self._block)
+
+    def _values(self, stored: StoredTensor) -> Tensor:
+        return self._files[stored.file_name].get_tensor(stored.name)
 
     @contextmanager
     def _explained(self, name: str) -> Iterator[_File]:
@@ -132,6 +168,42 @@ class Checkpoint:
             shape, dtype = tuple(part.get_shape()), part.get_dtype()
             self.tensors[name] = StoredTensor(file_name, stored_name, shape, dtype)
 
+    def _take_scales(self) -> None:
+        """Removes the scales of fp8 weights from the tensors, and names the dtype that is read."""
+        if self._block is None:
+            return
+        found = [name for name in self.tensors if name.endswith(SCALES)]
+        for weight, scales in (
+            (name.removesuffix(SCALES), self.tensors.pop(name)) for name in found
+        ):
+            stored = self.tensors.get(weight)
+            if stored is None or stored.dtype != FP8:
+                continue
+            shape = tuple(-(-n // size) for n, size in zip(stored.shape, self._block, strict=False))
+            if scales.shape != shape:
+                raise ConfigError(
+                    f"{self.directory}: {weight}{SCALES} has the shape {scales.shape}; expected "
+                    f"{shape}, one scale per block of {self._block}"
+                )
+            self._scales[weight] = scales
+            self.tensors[weight] = msgspec.structs.replace(stored, dtype="F32")
+
+    def _take_mxfp4(self) -> None:
+        """Puts one tensor in the place of each pair of blocks and scales."""
+        found = [name for name in self.tensors if name.endswith(mxfp4.BLOCKS)]
+        for name, own in ((name.removesuffix(mxfp4.BLOCKS), self.tensors[name]) for name in found):
+            scales = self.tensors.get(f"{name}{mxfp4.SCALES}")
+            shape = None if scales is None else mxfp4.whole_shape(own.shape, scales.shape)
+            if scales is None or shape is None or {own.dtype, scales.dtype} != {"U8"}:
+                raise ConfigError(
+                    f"{self.directory}: {name}{mxfp4.BLOCKS} is no MXFP4: it has the shape "
+                    f"{own.shape}, and its scales {None if scales is None else scales.shape}"
+                )
+            for suffix in (mxfp4.BLOCKS, mxfp4.SCALES):
+                self.tensors.pop(f"{name}{suffix}")
+            self._mxfp4[name] = scales
+            self.tensors[name] = msgspec.structs.replace(own, shape=shape, dtype="BF16")
+
     def _check_index(self, index: Mapping[str, str]) -> None:
         lost = [name for name, file in index.items() if not self._is_in(name, file)]
         if lost:
@@ -143,6 +215,16 @@ class Checkpoint:
         if name is None:
             return True
         return name in self.tensors and self.tensors[name].file_name == file_name
+
+
+def _widened(stored: Tensor, scales: Tensor, part: tuple[slice, ...], block: Block) -> Tensor:
+    """stored [rows, columns], the elements `part` of a weight, and the scales of the whole weight
+    -> float32 [rows, columns]."""
+    rows, columns = (
+        torch.arange(own.start, own.stop, device=scales.device) // size
+        for own, size in zip(part, block, strict=True)
+    )
+    return stored.to(torch.float32) * scales.to(torch.float32)[rows][:, columns]
 
 
 class _Slice(Protocol):

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from aserve.gpu.layers.grouped_linear import GroupedLinearOp
 from aserve.gpu.layers.linear import Linear, LinearOp
-from aserve.gpu.weights.source import LoadProgress, Target, expert_parts
+from aserve.gpu.weights.source import LoadProgress, Target, expert_parts, wide_dtype
 
 STD = 0.02  # transformers' usual initializer_range
 
@@ -44,10 +45,12 @@ class DummyWeights:
         self._target = target
         self._progress = progress
 
-    def tensor(self, name: str, shape: tuple[int, ...], *, offset: float = 0.0) -> Tensor:
+    def tensor(
+        self, name: str, shape: tuple[int, ...], *, offset: float = 0.0, is_wide: bool = False
+    ) -> Tensor:
         """The drawn values already include the offset."""
         drawn = self._drawn(name, shape)
-        return drawn.to(torch.promote_types(self.dtype, torch.float32)) if offset else drawn
+        return drawn.to(wide_dtype(self.dtype)) if offset or is_wide else drawn
 
     def number(self, names: tuple[str, ...], *, default: float) -> float:
         return default
@@ -70,6 +73,9 @@ class DummyWeights:
             for part, num_rows in expert_parts(name, parts, expert).items()
         ]
         return torch.cat(drawn).view(count, -1, in_features)
+
+    def grouped(self, weights: Tensor, biases: Tensor | None = None) -> GroupedLinearOp:
+        return self._target.prepare_grouped(weights, biases, self._target.prepare)
 
     def tied_linear(self, name: str, weight: Tensor) -> LinearOp:
         return self._target.prepare(Linear(weight), self.device, dtype=self.dtype)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from aserve.errors import ConfigError
+from aserve.gpu.layers.grouped_linear import PrepareGrouped, linear_per_expert
 from aserve.gpu.layers.linear import Prepare
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -44,6 +45,7 @@ class WeightFormat:
     dtype: torch.dtype  # of activations, norms and KV
     prepare: Prepare  # makes the linear layers
     about: str  # the choice and its reason in a few words, for the log
+    prepare_grouped: PrepareGrouped = linear_per_expert  # makes the layers of experts
     stored_bits: int | None = None  # per weight; None: those of `dtype`
     max_threads: int | None = None  # more threads than this make a step no faster; None: unknown
     max_mixed_prefill_tokens: int | None = None  # prefill cap of a mixed step; None: no cap

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from aserve.errors import ConfigError
-from aserve.gpu.layers.linear import Linear, LinearOp
+from aserve.gpu.layers.grouped_linear import GroupedLinearOp, linear_per_expert
+from aserve.gpu.layers.linear import Linear, LinearOp, prepare
 from aserve.gpu.layers.ops import PLAIN
 from aserve.gpu.weights.checkpoint import DTYPES, Checkpoint, listed
 from aserve.gpu.weights.source import WHOLE, Shard, expert_parts
@@ -45,7 +46,9 @@ class Inventory:
         self.numbers: set[str] = set()  # names of optional scalars
         self.copies: dict[str, tuple[int, ...]] = {}  # optional copies of tied weights
 
-    def tensor(self, name: str, shape: tuple[int, ...], *, offset: float = 0.0) -> Tensor:
+    def tensor(
+        self, name: str, shape: tuple[int, ...], *, offset: float = 0.0, is_wide: bool = False
+    ) -> Tensor:
         self._note(name, shape)
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
@@ -72,6 +75,9 @@ class Inventory:
         num_rows = sum(parts.values())
         self.num_weights += count * num_rows * in_features
         return torch.empty(count, num_rows, in_features, dtype=self.dtype, device=self.device)
+
+    def grouped(self, weights: Tensor, biases: Tensor | None = None) -> GroupedLinearOp:
+        return linear_per_expert(weights, biases, prepare)
 
     def tied_linear(self, name: str, weight: Tensor) -> LinearOp:
         copy = f"{name}.weight"

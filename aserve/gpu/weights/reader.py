@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from aserve.errors import ConfigError
+from aserve.gpu.layers.grouped_linear import GroupedLinearOp
 from aserve.gpu.layers.linear import Linear, LinearOp
 from aserve.gpu.weights.checkpoint import Checkpoint
-from aserve.gpu.weights.source import LoadProgress, Target, expert_parts
+from aserve.gpu.weights.source import LoadProgress, Target, expert_parts, wide_dtype
 
 Shapes = Mapping[str, tuple[int, ...]]  # by the tensor's name
 
@@ -46,12 +47,13 @@ class WeightReader:
         self._target = target
         self._progress = progress
 
-    def tensor(self, name: str, shape: tuple[int, ...], *, offset: float = 0.0) -> Tensor:
-        tensor = self._read_rows({name: shape}).to(self.device, self.dtype)
+    def tensor(
+        self, name: str, shape: tuple[int, ...], *, offset: float = 0.0, is_wide: bool = False
+    ) -> Tensor:
+        dtype = wide_dtype(self.dtype) if is_wide else self.dtype
+        tensor = self._read_rows({name: shape}).to(self.device, dtype)
         self._progress.advance(tensor.numel())
-        if offset == 0.0:
-            return tensor
-        return tensor.to(torch.promote_types(self.dtype, torch.float32)) + offset
+        return tensor if offset == 0.0 else tensor.to(wide_dtype(dtype)) + offset
 
     def number(self, names: tuple[str, ...], *, default: float) -> float:
         for name in names:
@@ -80,6 +82,9 @@ class WeightReader:
             own.copy_(self._read_rows(_weight_shapes(layers, in_features)))
             self._progress.advance(own.numel())
         return stack
+
+    def grouped(self, weights: Tensor, biases: Tensor | None = None) -> GroupedLinearOp:
+        return self._target.prepare_grouped(weights, biases, self._target.prepare)
 
     def tied_linear(self, name: str, weight: Tensor) -> LinearOp:
         copy = f"{name}.weight"

@@ -22,6 +22,11 @@ from torch import Tensor
 
 from aserve.errors import ConfigError
 from aserve.gpu.kv.store import Scales
+from aserve.gpu.layers.grouped_linear import (
+    GroupedLinearOp,
+    PrepareGrouped,
+    linear_per_expert,
+)
 from aserve.gpu.layers.linear import LinearOp, Prepare, prepare
 from aserve.gpu.layers.ops import PLAIN, Elementwise
 from aserve.host.limits import available_memory_bytes
@@ -34,9 +39,11 @@ class WeightSource(Protocol):
     dtype: torch.dtype
     elementwise: Elementwise  # makes norms and activations
 
-    def tensor(self, name: str, shape: tuple[int, ...], *, offset: float = 0.0) -> Tensor:
-        """The weight `name` plus `offset`. With an offset the sum is at least float32, because a
-        16-bit dtype would round it."""
+    def tensor(
+        self, name: str, shape: tuple[int, ...], *, offset: float = 0.0, is_wide: bool = False
+    ) -> Tensor:
+        """The weight `name` plus `offset`. A wide one is at least float32, and so is one with an
+        offset, because a 16-bit dtype would round the sum."""
 
     def number(self, names: tuple[str, ...], *, default: float) -> float:
         """The scalar under the first of `names` that the checkpoint has, or else `default`."""
@@ -54,10 +61,18 @@ class WeightSource(Protocol):
         those of its `parts`, joined as in `linear`.
         """
 
+    def grouped(self, weights: Tensor, biases: Tensor | None = None) -> GroupedLinearOp:
+        """Returns a grouped linear layer. weights [experts, out, in] and biases [experts, out] are
+        values that this source has given."""
+
     def tied_linear(self, name: str, weight: Tensor) -> LinearOp:
         """Returns a linear layer with the weight of another layer. The checkpoint may hold a copy
         of the weight under `name` as well.
         """
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def kv_scales(weights: WeightSource, layer: int) -> Scales:
@@ -106,28 +121,37 @@ class Shard:
 
     `axes` maps the last two components of a tensor's name ("q_proj.weight", "mlp.experts" for a
     stack of experts) to the axis along which it is divided into `num_ranks` equal parts. A tensor
-    without an entry is held whole by every rank.
+    without an entry is held whole by every rank. Where `num_parts` has an entry for a tensor, it is
+    divided into as many parts, of which neighbouring ranks share one (KV heads fewer than ranks).
     """
 
     rank: int = 0
     num_ranks: int = 1
     axes: Mapping[str, int] = field(default_factory=dict)
+    num_parts: Mapping[str, int] = field(default_factory=dict)
 
     def whole_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the checkpoint's shape of a tensor of which this rank holds `shape`."""
-        axis = self._axis(name)
-        return tuple(n * self.num_ranks if i == axis else n for i, n in enumerate(shape))
+        axis, count = self._axis(name), self._count(name)
+        return tuple(n * count if i == axis else n for i, n in enumerate(shape))
 
     def part(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
         """Returns the index of this rank's part in the checkpoint's tensor; `shape` is that of the
         part.
         """
-        axis = self._axis(name)
-        ranks = (self.rank if i == axis else 0 for i in range(len(shape)))
-        return tuple(slice(rank * n, (rank + 1) * n) for rank, n in zip(ranks, shape, strict=True))
+        axis, number = self._axis(name), self.rank * self._count(name) // self.num_ranks
+        numbers = (number if i == axis else 0 for i in range(len(shape)))
+        return tuple(slice(i * n, (i + 1) * n) for i, n in zip(numbers, shape, strict=True))
 
     def _axis(self, name: str) -> int | None:
-        return self.axes.get(".".join(name.split(".")[-2:]))
+        return self.axes.get(_last_two(name))
+
+    def _count(self, name: str) -> int:
+        return self.num_parts.get(_last_two(name), self.num_ranks)
+
+
+def _last_two(name: str) -> str:
+    return ".".join(name.split(".")[-2:])
 
 
 WHOLE = Shard()
@@ -156,9 +180,15 @@ class Target:
     device: torch.device = CPU
     memory_bytes: int | None = None  # free memory of the device; None: of the host
     prepare: Prepare = prepare
+    prepare_grouped: PrepareGrouped = linear_per_expert
     elementwise: Elementwise = PLAIN
     shard: Shard = WHOLE
+    divide: WrapSource = unwrapped  # adds the collectives of a rank
     wrap: WrapSource = unwrapped  # adds something to every layer, such as LoRA adapters
+
+    def wrapped(self, source: WeightSource) -> WeightSource:
+        """Returns the source that a model of this target is built from."""
+        return self.wrap(self.divide(source))
 
     def check_room(self, size_bytes: int, dtype: torch.dtype) -> None:
         """Refuses weights that are larger than the free memory, before any is read."""

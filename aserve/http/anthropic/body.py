@@ -9,14 +9,31 @@ import msgspec
 
 from aserve.errors import InvalidRequest
 from aserve.http.openai.chat_plan import ChatPlan, plan_chat
-from aserve.http.openai.conversation import Chat, ReasoningOptions
+from aserve.http.openai.conversation import Chat, ReasoningOptions, pictures_of
 from aserve.http.openai.grammars import format_grammar
 from aserve.http.openai.limits import INT32, Range, check_within
-from aserve.http.openai.schema import ChatMessage, Effort, FunctionCall, ToolCall, null_value
+from aserve.http.openai.schema import (
+    ChatMessage,
+    ContentPart,
+    Effort,
+    FunctionCall,
+    PicturePart,
+    ToolCall,
+    null_value,
+)
 from aserve.http.openai.tools import ToolChoice, ToolDefinition, choose_tools
 from aserve.parsers.registry import ParserNames
 
 BUDGET = Range(1, INT32)
+
+
+class ImageSource(msgspec.Struct, kw_only=True):
+    """A picture: base64 `data` of a `media_type`, or a `url`."""
+
+    type: Literal["base64", "url"]
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
 
 
 class Block(msgspec.Struct, kw_only=True):
@@ -30,6 +47,7 @@ class Block(msgspec.Struct, kw_only=True):
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     content: str | list[Block] | None = None
+    source: ImageSource | None = None
     is_error: bool | None = None
 
 
@@ -142,7 +160,7 @@ def messages_of(body: PromptBody) -> list[ChatMessage]:
 
 
 def _user_messages(role: str, blocks: Sequence[Block], where: str) -> list[ChatMessage]:
-    """Returns a message of its own for each tool result, and one for the texts between them."""
+    """Returns a message of its own for each tool result, and one for what is between them."""
     messages: list[ChatMessage] = []
     for i, block in enumerate(blocks):
         place = f"{where}[{i}]"
@@ -150,13 +168,27 @@ def _user_messages(role: str, blocks: Sequence[Block], where: str) -> list[ChatM
             result = text_of(block.content or "", where=f"{place}.content")
             messages.append(ChatMessage("tool", result, tool_call_id=block.tool_use_id))
             continue
-        text = _text_of_block(block, place)
+        part = _part_of(block, place)
         last = messages[-1] if messages else None
-        if last is not None and last.role == role and isinstance(last.content, str):
-            last.content += text
+        if last is not None and last.role == role and isinstance(last.content, list):
+            last.content.append(part)
         else:
-            messages.append(ChatMessage(role, text))
+            messages.append(ChatMessage(role, [part]))
+    for message in messages:
+        if isinstance(message.content, list) and not pictures_of(message.content):
+            message.content = "".join(part.text or "" for part in message.content)
     return messages or [ChatMessage(role, "")]
+
+
+def _part_of(block: Block, where: str) -> ContentPart:
+    source = block.source
+    if block.type != "image" or source is None:
+        return ContentPart("text", _text_of_block(block, where))
+    url = _required(source.url, f"{where}.source.url") if source.type == "url" else None
+    if url is None:
+        data = _required(source.data, f"{where}.source.data")
+        url = f"data:{source.media_type or 'image'};base64,{data}"
+    return PicturePart("image", url=url, param=where)
 
 
 def _assistant_message(blocks: Sequence[Block], where: str) -> ChatMessage:

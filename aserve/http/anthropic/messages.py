@@ -112,7 +112,7 @@ async def count_tokens(
         raise refusal
     _check_unsupported(body)
     prompt = plan_of(body, origin_of(request, context).parsers).prompt
-    count = await context.tokenize_service.run(lambda encoder: len(encoder.encode(prompt)))
+    count = await context.tokenize_service.count(prompt)
     return json_response(TokenCount(count))
 
 

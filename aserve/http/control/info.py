@@ -79,6 +79,8 @@ async def server_info(_: web.Request, context: HttpContext) -> web.Response:
             "max_queued_requests": spec.max_waiting,
             "max_batched_tokens": spec.max_batched_tokens,
         }
+        if spec.hot_bytes_per_row:
+            sizes["hisparse_bytes_per_request"] = spec.hot_bytes_per_row
     model = context.model_names[0]
     return json_response(
         {
@@ -193,6 +195,7 @@ def tokenizer_fields(encoder: PromptEncoder) -> dict[str, Any]:
 
 ROUTES = (
     get("/ping", health, public=True),
+    get("/health_generate", health, public=True),
     get("/version", read_version),
     get("/server_info", server_info),
     get("/get_server_info", server_info),

@@ -31,28 +31,28 @@ class TemplateAnswer(msgspec.Struct):
 
 async def render(_: web.Request, context: HttpContext, body: TokenizeBody) -> web.Response:
     """Renders the messages of a chat."""
-    return await _run(context, lambda encoder: rendered(_prompt_of(body, context), encoder))
+    return await _run(context, _prompt_of(body, context), rendered)
 
 
 async def render_chat(request: web.Request, context: HttpContext, body: ChatBody) -> web.Response:
     """Checks a whole body of /v1/chat/completions and renders its prompt."""
     prompt = chat_dialect(body, origin_of(request, context)).call.requests[0].prompt
-    return await _run(context, lambda encoder: rendered(prompt, encoder))
+    return await _run(context, prompt, rendered)
 
 
 async def apply_template(_: web.Request, context: HttpContext, body: TokenizeBody) -> web.Response:
     """Answers llama.cpp's endpoint, which returns the text alone."""
     prompt = _prompt_of(body, context)
-    return await _run(
-        context, lambda encoder: msgspec.json.encode(TemplateAnswer(encoder.render(prompt)))
-    )
+    return await _run(context, prompt, template_applied)
 
 
-async def _run(context: HttpContext, work: Callable[[PromptEncoder], bytes]) -> web.Response:
+async def _run(
+    context: HttpContext, prompt: Prompt, work: Callable[[PromptEncoder, Prompt], bytes]
+) -> web.Response:
     refusal = context.state.refusal()
     if refusal is not None:
         raise refusal
-    answer = await context.tokenize_service.run(work)
+    answer = await context.tokenize_service.run_on(prompt, work)
     return web.Response(body=answer, content_type="application/json")
 
 
@@ -68,7 +68,12 @@ def _prompt_of(body: TokenizeBody, context: HttpContext) -> ChatPrompt:
     return prompt_of_body(body)
 
 
-def rendered(prompt: Prompt, encoder: PromptEncoder) -> bytes:
+def template_applied(encoder: PromptEncoder, prompt: Prompt) -> bytes:
+    assert isinstance(prompt, ChatPrompt)
+    return msgspec.json.encode(TemplateAnswer(encoder.render(prompt)))
+
+
+def rendered(encoder: PromptEncoder, prompt: Prompt) -> bytes:
     assert isinstance(prompt, ChatPrompt)
     ids = encoder.encode(prompt)
     return msgspec.json.encode(

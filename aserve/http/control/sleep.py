@@ -4,6 +4,9 @@ of the device, and a later call starts it again.
 A running request is not lost: its tokens are in the journal of the frontend, so it goes on where it
 stopped, as after the death of an engine. Requests that come meanwhile are refused. Wake-up takes as
 long as a start of the engine: it reads the weights, and loads the adapters.
+
+With --sleep-idle-seconds an idle engine naps. A nap ends with the next request, and these endpoints
+see it as any other sleep.
 """
 
 from __future__ import annotations
@@ -61,11 +64,14 @@ async def wake(request: web.Request, context: HttpContext) -> web.Response:
 
 
 async def read_sleep(_: web.Request, context: HttpContext) -> web.Response:
-    return json_response(SleepAnswer(context.state.is_asleep, context.gateway.num_open))
+    is_sleeping = context.state.is_asleep or context.state.watch.is_asleep
+    return json_response(SleepAnswer(is_sleeping, context.gateway.num_open))
 
 
 async def _set_asleep(context: HttpContext, *, is_asleep: bool) -> web.Response:
-    """Refuses new requests from the beginning of the sleep to the end of the wake-up."""
+    """Refuses new requests from the beginning of the sleep to the end of the wake-up. Those of a
+    nap wait for the engine.
+    """
     state = context.state
     if state.phase != "ready":
         refusal = state.refusal()
@@ -73,7 +79,7 @@ async def _set_asleep(context: HttpContext, *, is_asleep: bool) -> web.Response:
         raise refusal
     if state.update is not None:
         raise refused(400, "An update of the weights is running.")
-    becomes, state.is_asleep = state.is_asleep, True
+    becomes, state.is_asleep = state.is_asleep, is_asleep or state.is_asleep
     state.share()
     try:
         error = await context.loras.run_on_device(Sleep() if is_asleep else Wake())

@@ -192,9 +192,11 @@ async def refuse(request: web.Request, _: HttpContext) -> web.Response:
 
 ROUTES: tuple[Route, ...] = (
     *(Route("POST", path, refuse, admin=True) for path in ELSEWHERE),
+    get("/get_weights_by_name", refuse, admin=True),
     post("/update_weights_from_disk", UpdateFromDiskBody, update_from_disk, admin=True),
     post("/update_weights_from_tensor", UpdateFromTensorBody, update_from_tensor, admin=True),
     post("/update_weight_version", VersionBody, name_version, admin=True),
     get("/get_weight_version", read_version),
     get("/weight_version", read_version),
+    get("/weight_info", read_version),
 )

@@ -91,6 +91,7 @@ class Origin:
     parsers: ParserNames = NO_PARSERS
     answer_limits: AnswerLimits = NO_MODEL
     caller: Caller = EMBEDDED
+    always_reports_usage: bool = False
     # the requests with the adapter that `model` names, if it is the name of one, and with the
     # time limits of the headers, and the outputs with which a fork begins
     completed: Callable[[str | None, Requests], Requests] = lambda _, requests: requests
@@ -123,7 +124,7 @@ def sampling_of(
         stop=tuple(stops_of(body)),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
-        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        include_stop_str_in_output=bool(body.include_stop_str_in_output or body.no_stop_trim),
         skip_special_tokens=body.skip_special_tokens is not False,
         return_token_ids=bool(body.return_token_ids),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
@@ -170,6 +171,7 @@ def build_call(
     )
     check_answer_size(requests, origin.answer_limits, is_whole=not body.stream)
     options = body.stream_options or StreamOptions()
+    reports_usage = bool(options.include_usage or origin.always_reports_usage)
     return Call(
         call_id=f"{id_prefix}{origin.request_id}",
         model=body.model or origin.model_names[0],
@@ -177,8 +179,8 @@ def build_call(
         requests=origin.completed(body.model, requests),
         sampling=sampling,
         is_streaming=bool(body.stream),
-        reports_usage=bool(options.include_usage or options.include_timings),
-        reports_each_usage=bool(options.include_usage and options.continuous_usage_stats),
+        reports_usage=reports_usage or bool(options.include_timings),
+        reports_each_usage=reports_usage and bool(options.continuous_usage_stats),
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -19,14 +19,19 @@ from aserve.http.openai.schema import (
     ContentPart,
     Effort,
     FunctionCall,
+    ImageUrl,
+    PicturePart,
     TokenizeBody,
     ToolCall,
 )
 from aserve.http.openai.tools import NO_TOOLS, ToolUse
 from aserve.messages.requests import ChatPrompt
+from aserve.picture import PictureSource
 from aserve.text.template import RESERVED
 
 # Newer clients say developer; templates know it as system.
+PICTURES = frozenset({"image_url", "input_image"})  # types of parts
+Content: TypeAlias = str | list[ContentPart] | None
 ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "assistant", "tool")}
 
 
@@ -119,6 +124,7 @@ def prompt_of(chat: Chat) -> ChatPrompt:
             "Invalid 'messages': the list is empty.", param="messages", code="empty_array"
         )
     messages = [_to_plain_text(message, i) for i, message in enumerate(chat.messages)]
+    pictures = [part for message in messages for part in pictures_of(message.content)]
     if chat.continues_last and messages[-1].role != "assistant":
         raise InvalidRequest(
             "Invalid 'continue_final_message': the last message must be the assistant's, but its "
@@ -128,12 +134,13 @@ def prompt_of(chat: Chat) -> ChatPrompt:
         )
     tools = chat.tool_use.definitions
     return ChatPrompt(
-        encode_json(messages, param="messages"),
+        encode_json([_without_urls(message) for message in messages], param="messages"),
         encode_json(tools, param="tools") if tools else None,
         variables=template_variables(chat.template_variables()),
         add_special_tokens=chat.add_special_tokens,
         add_generation_prompt=chat.add_generation_prompt,
         continue_final_message=chat.continues_last,
+        pictures=tuple(PictureSource(part.url, part.param, part.type) for part in pictures),
     )
 
 
@@ -170,9 +177,10 @@ def _to_plain_text(message: ChatMessage, index: int) -> ChatMessage:
             code="missing_required_parameter",
         )
     calls = message.tool_calls and [_with_parsed_arguments(call) for call in message.tool_calls]
+    content = message.content
     return ChatMessage(
         role,
-        text_of(message.content, where=where),
+        content_of(content, where=where) if role == "user" else text_of(content, where=where),
         name=message.name,
         tool_calls=calls,
         tool_call_id=message.tool_call_id,
@@ -191,6 +199,61 @@ def _with_tools(message: ChatMessage) -> ChatMessage:
     return msgspec.structs.replace(message, tool_calls=calls, function_call=None)
 
 
+def content_of(content: Content, *, where: str) -> str | list[ContentPart]:
+    """Returns the text of a content, or its parts if there are pictures among them."""
+    if not isinstance(content, list):
+        return text_of(content, where=where)
+    parts = parts_of(content, where=where)
+    return parts if pictures_of(parts) else "".join(part.text or "" for part in parts)
+
+
+def parts_of(
+    content: list[ContentPart], *, where: str, kinds: Collection[str] = ("text",)
+) -> list[ContentPart]:
+    """Returns the texts and pictures of a content. `kinds` are the types of its texts, and `where`
+    is the path of the message in the body."""
+    return [
+        picture_part(part, param=f"{where}.content[{i}]")
+        if _is_picture(part)
+        else ContentPart("text", text_part(part, i, kinds=kinds, where=where))
+        for i, part in enumerate(content)
+    ]
+
+
+def _is_picture(part: ContentPart) -> bool:
+    return isinstance(part, PicturePart) or part.type in PICTURES
+
+
+def picture_part(part: ContentPart, *, param: str) -> PicturePart:
+    """A part that another endpoint has read is returned as it is."""
+    if isinstance(part, PicturePart):
+        return part
+    given = part.image_url
+    url = given.url if isinstance(given, ImageUrl) else given
+    if url is None:
+        raise InvalidRequest(
+            f"Missing required parameter: '{param}.image_url'.",
+            param=f"{param}.image_url",
+            code="missing_required_parameter",
+        )
+    return PicturePart(part.type, url=url, param=param)
+
+
+def pictures_of(content: Content) -> list[PicturePart]:
+    parts = content if isinstance(content, list) else []
+    return [part for part in parts if isinstance(part, PicturePart)]
+
+
+def _without_urls(message: ChatMessage) -> ChatMessage:
+    """Returns the message as a chat template reads it."""
+    if not isinstance(message.content, list):
+        return message
+    parts = [
+        ContentPart("image") if isinstance(part, PicturePart) else part for part in message.content
+    ]
+    return msgspec.structs.replace(message, content=parts)
+
+
 def text_of(content: str | list[ContentPart] | None, *, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
@@ -201,17 +264,18 @@ def texts_of(content: list[ContentPart], *, kinds: Collection[str], where: str) 
     """Returns the texts of the parts. Raises if a part is of another kind. `where` is the path of
     the message in the body.
     """
-    texts = []
-    for i, part in enumerate(content):
-        if part.type not in kinds or part.text is None:
-            raise InvalidRequest(
-                "This model supports text input only; received unsupported content type "
-                f"'{part.type[:40]}'.",
-                param=f"{where}.content[{i}]",
-                code="unsupported_content_type",
-            )
-        texts.append(part.text)
-    return texts
+    return [text_part(part, i, kinds=kinds, where=where) for i, part in enumerate(content)]
+
+
+def text_part(part: ContentPart, index: int, *, kinds: Collection[str], where: str) -> str:
+    if part.type not in kinds or part.text is None:
+        raise InvalidRequest(
+            "This model supports text input only; received unsupported content type "
+            f"'{part.type[:40]}'.",
+            param=f"{where}.content[{index}]",
+            code="unsupported_content_type",
+        )
+    return part.text
 
 
 def _with_parsed_arguments(call: ToolCall) -> ToolCall:

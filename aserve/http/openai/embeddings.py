@@ -57,6 +57,17 @@ async def embed(
     context: HttpContext, body: EmbeddingBody, origin: Origin, *, param: str = "input"
 ) -> list[OutputChunk]:
     """Returns the one chunk of each prompt, in their order. `param` is their field."""
+    check_embeds(context)
+    return await pool(context, prompted(body, context), origin, param=param)
+
+
+async def pool(
+    context: HttpContext, body: EmbeddingBody, origin: Origin, *, param: str = "input"
+) -> list[OutputChunk]:
+    """Does the same for every model that returns a vector, without the model's prompts. Models that
+    generate keep the last tokens of a text that is truncated, and others the first ones."""
+    if body.truncation_side is None and context.state.task != "generate":
+        body = msgspec.structs.replace(body, truncation_side="right")
     requests = origin.completed(body.model, tuple(embedding_requests(body, origin)))
     refusal = context.state.refusal()
     if refusal is not None:
@@ -71,6 +82,27 @@ async def embed(
     finally:
         request_stream.cancel()
     return [chunks[each.request_id] for each in requests]
+
+
+def check_embeds(context: HttpContext) -> None:
+    if context.state.task == "classify":
+        raise InvalidRequest(
+            "This model classifies texts and has no embeddings: use POST /classify, /score or "
+            "/pooling.",
+            param="model",
+            code="model_does_not_embed",
+        )
+
+
+def prompted(body: EmbeddingBody, context: HttpContext) -> EmbeddingBody:
+    """Puts the prompt that the request names, or the model's default one, before each text."""
+    prompt = context.state.pooling.prompt(body.prompt_name)
+    if not prompt or body.input is None:
+        return body
+    if isinstance(body.input, str):
+        return msgspec.structs.replace(body, input=prompt + body.input)
+    given = [prompt + each if isinstance(each, str) else each for each in body.input]
+    return msgspec.structs.replace(body, input=given)
 
 
 def embedding_requests(body: EmbeddingBody, origin: Origin) -> list[GenerateRequest]:

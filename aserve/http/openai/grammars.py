@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from aserve.errors import InvalidRequest
+from aserve.http.openai.checks import check_unsupported
 from aserve.http.openai.schema import GenerationBody, ResponseFormat, StructuredOutputs
 from aserve.messages.requests import Grammar
 from aserve.parsers.structural_tag import schema_format, tag_format
@@ -14,6 +15,11 @@ from aserve.parsers.structural_tag import schema_format, tag_format
 JsonSchema: TypeAlias = dict[str, Any]
 
 MAX_DEPTH = 64  # levels of nested objects and lists in a schema
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "whitespace_pattern": ("",),
+    "disable_any_whitespace": (False,),
+    "disable_additional_properties": (False,),
+}
 CONSTRAINTS = ("structured_outputs", "response_format")
 
 
@@ -115,14 +121,13 @@ def _structural_tag(given: ResponseFormat) -> Grammar:
 
 
 def _of_structured_outputs(outputs: StructuredOutputs) -> Grammar:
-    given = [
-        name for name in outputs.__struct_fields__ if getattr(outputs, name) not in (None, False)
-    ]
+    check_unsupported(outputs, NEUTRAL, where="structured_outputs.")
+    names = [name for name in outputs.__struct_fields__ if name not in NEUTRAL]
+    given = [name for name in names if getattr(outputs, name) not in (None, False)]
     if len(given) != 1:
         found = f"got {' and '.join(given)}" if given else "got none"
         raise InvalidRequest(
-            "Invalid 'structured_outputs': send exactly one of "
-            f"{', '.join(outputs.__struct_fields__)}; {found}.",
+            f"Invalid 'structured_outputs': send exactly one of {', '.join(names)}; {found}.",
             param="structured_outputs",
             code="invalid_value",
         )

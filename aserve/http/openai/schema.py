@@ -60,8 +60,9 @@ class ResponseFormat(msgspec.Struct):
 
 
 class StructuredOutputs(msgspec.Struct):
-    """A constraint on the output, as in vLLM: exactly one field is set. `json` is a schema or its
-    text, `grammar` is EBNF, and `structural_tag` is a tag or its text.
+    """A constraint on the output, as in vLLM: exactly one of the first six fields is set. `json` is
+    a schema or its text, `grammar` is EBNF, and `structural_tag` is a tag or its text. The others
+    are accepted with the values that change nothing.
     """
 
     json: dict[str, Any] | str | None = None
@@ -70,11 +71,29 @@ class StructuredOutputs(msgspec.Struct):
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: dict[str, Any] | str | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
 
 
-class ContentPart(msgspec.Struct):
+class ImageUrl(msgspec.Struct):
+    """`detail` has no effect: the model's own limits say how large a picture is."""
+
+    url: str
+    detail: str | None = None
+
+
+class ContentPart(msgspec.Struct, omit_defaults=True):
     type: str
     text: str | None = None
+    image_url: ImageUrl | str | None = None
+
+
+class PicturePart(ContentPart, kw_only=True):
+    """A part with a picture, as all endpoints pass it on. `param` is its place in the body."""
+
+    url: str
+    param: str
 
 
 class Prediction(msgspec.Struct):
@@ -115,6 +134,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     bad_words: list[str] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None  # SGLang's name of the same
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     return_token_ids: bool | None = None
@@ -284,6 +304,7 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
     dimensions: int | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: Side | None = None
+    prompt_name: str | None = None  # of config_sentence_transformers.json
     user: str | None = None
     priority: int | None = None
     timeout: float | None = None

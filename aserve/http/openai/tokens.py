@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
 from aiohttp import web
 
@@ -35,29 +33,34 @@ class TextAnswer(msgspec.Struct):
 
 
 async def tokenize(_: web.Request, context: HttpContext, body: TokenizeBody) -> web.Response:
-    return await _run(context, body.model, lambda encoder: tokens_of(body, encoder))
+    _check(context, body.model)
+    return _answer(
+        await context.tokenize_service.run_on(
+            _prompt_of(body), lambda encoder, prompt: tokens_of(body, prompt, encoder)
+        )
+    )
 
 
 async def detokenize(_: web.Request, context: HttpContext, body: DetokenizeBody) -> web.Response:
-    return await _run(context, body.model, lambda encoder: text_of(body, encoder))
+    _check(context, body.model)
+    return _answer(await context.tokenize_service.run(lambda encoder: text_of(body, encoder)))
 
 
-async def _run(
-    context: HttpContext, model: str | None, work: Callable[[PromptEncoder], bytes]
-) -> web.Response:
+def _check(context: HttpContext, model: str | None) -> None:
     if model is not None:
         check_model(model, context.served_names)
     refusal = context.state.refusal()
     if refusal is not None:
         raise refusal
-    return web.Response(
-        body=await context.tokenize_service.run(work), content_type="application/json"
-    )
 
 
-def tokens_of(body: TokenizeBody, encoder: PromptEncoder) -> bytes:
+def _answer(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json")
+
+
+def tokens_of(body: TokenizeBody, prompt: Prompt, encoder: PromptEncoder) -> bytes:
     """Encodes a prompt. `token_strs` are the tokens as the vocabulary spells them."""
-    ids = encoder.encode(_prompt_of(body))
+    ids = encoder.encode(prompt)
     strs = [*map(encoder.tokenizer.token, ids)] if body.return_token_strs else None
     return msgspec.json.encode(TokensAnswer(len(ids), encoder.limits.max_model_len, ids, strs))
 

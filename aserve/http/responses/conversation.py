@@ -11,13 +11,14 @@ from typing import TypeAlias
 import msgspec
 
 from aserve.errors import InvalidRequest
-from aserve.http.openai.conversation import texts_of
-from aserve.http.openai.schema import ChatMessage, ContentPart, FunctionCall, ToolCall
+from aserve.http.openai.conversation import parts_of, pictures_of, texts_of
+from aserve.http.openai.schema import ChatMessage, ContentPart, FunctionCall, PicturePart, ToolCall
 from aserve.http.responses.body import InputItem
 from aserve.http.responses.records import (
     CompactionItem,
     FunctionCallItem,
     FunctionOutputItem,
+    InputImage,
     InputMessage,
     InputText,
     OutputItem,
@@ -40,6 +41,7 @@ class Message(msgspec.Struct, frozen=True):
     id: str
     role: str
     texts: tuple[str, ...]
+    parts: tuple[ContentPart, ...] = ()  # all parts, if there are pictures among them
 
     @property
     def text(self) -> str:
@@ -94,7 +96,9 @@ ClientItem: TypeAlias = (
 
 def size_of(item: Item) -> int:
     """Returns a generous bound on the memory of an item."""
-    return ITEM_BYTES + sum(len(text.encode()) for text in item.texts)
+    pictures = pictures_of([*item.parts]) if isinstance(item, Message) else []
+    urls = sum(len(picture.url) for picture in pictures)
+    return ITEM_BYTES + urls + sum(len(text.encode()) for text in item.texts)
 
 
 def items_of(
@@ -127,7 +131,8 @@ def item_for_client(item: Item) -> ClientItem:
         case Message(role="assistant"):
             return OutputMessage(item.id, "completed", tuple(map(OutputText, item.texts)))
         case Message():
-            return InputMessage(item.id, item.role, tuple(map(InputText, item.texts)))
+            shown = tuple(map(_part_for_client, item.parts)) or tuple(map(InputText, item.texts))
+            return InputMessage(item.id, item.role, shown)
         case Call():
             return FunctionCallItem(item.id, "completed", item.call_id, item.name, item.arguments)
         case CallOutput():
@@ -136,6 +141,10 @@ def item_for_client(item: Item) -> ClientItem:
             return ReasoningItem(item.id, "completed", tuple(map(ReasoningText, item.texts)))
         case Compaction():
             return CompactionItem(item.id, b64encode("".join(item.texts).encode()).decode())
+
+
+def _part_for_client(part: ContentPart) -> InputText | InputImage:
+    return InputImage(part.url) if isinstance(part, PicturePart) else InputText(part.text or "")
 
 
 def chat_messages(instructions: str | None, items: Iterable[Item]) -> list[ChatMessage]:
@@ -148,7 +157,7 @@ def chat_messages(instructions: str | None, items: Iterable[Item]) -> list[ChatM
             case Message(role="assistant"):
                 _assistant_of(messages, has_content=True).content = item.text
             case Message():
-                messages.append(ChatMessage(item.role, item.text))
+                messages.append(ChatMessage(item.role, [*item.parts] or item.text))
             case Call():
                 message = _assistant_of(messages)
                 call = ToolCall(FunctionCall(item.name, item.arguments), item.call_id)
@@ -214,6 +223,11 @@ def _message(item: InputItem, message_id: str, *, where: str) -> Message:
         raise _missing(f"{where}.role")
     if item.content is None:
         raise _missing(f"{where}.content")
+    if item.role == "user" and isinstance(item.content, list):
+        parts = parts_of(item.content, where=where, kinds=TEXT_PARTS)
+        if pictures_of(parts):
+            texts = tuple(part.text for part in parts if part.text is not None)
+            return Message(message_id, item.role, texts, tuple(parts))
     return Message(message_id, item.role, _texts(item.content, TEXT_PARTS, where=where))
 
 

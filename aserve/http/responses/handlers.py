@@ -65,7 +65,7 @@ async def input_tokens(
     refusal = context.state.refusal()
     if refusal is not None:
         raise refusal
-    count = await context.tokenize_service.run(lambda encoder: len(encoder.encode(prompt)))
+    count = await context.tokenize_service.count(prompt)
     return await send_record(request, InputTokens(count), context)
 
 

@@ -37,10 +37,15 @@ class OutputText(Part, frozen=True, tag="output_text"):
     logprobs: tuple[LogprobEntry, ...] | JsonList = ()
 
 
+class InputImage(msgspec.Struct, frozen=True, tag="input_image", tag_field="type"):
+    image_url: str
+    detail: str = "auto"
+
+
 class InputMessage(msgspec.Struct, frozen=True, tag="message", tag_field="type"):
     id: str
     role: str
-    content: tuple[InputText, ...]
+    content: tuple[InputText | InputImage, ...]
     status: ItemStatus = "completed"
 
 

@@ -7,14 +7,15 @@ its rank is.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import msgspec
 from aiohttp import web
 
 from aserve.errors import ErrorInfo, InvalidRequest
 from aserve.http.errors import error_body
-from aserve.http.openai.call import Call
+from aserve.http.openai.call import Call, Origin
 from aserve.http.openai.completions import completion_call
 from aserve.http.openai.embeddings import EmbeddingUsage
 from aserve.http.openai.limits import check_length
@@ -26,11 +27,13 @@ from aserve.messages.output import OutputChunk
 from aserve.messages.requests import TextPrompt
 from aserve.text.prompt import PromptEncoder
 
+WriteScores: TypeAlias = Callable[[list[list[float]], EmbeddingUsage], bytes]
+
 
 class ScoreBody(msgspec.Struct, kw_only=True):
     """Either vLLM's `text_1` and `text_2`, or SGLang's `query` and `items` with `label_token_ids`.
     A prompt is the query and an item, or with `item_first` the item and the query. `apply_softmax`
-    makes the scores of an item sum to 1.
+    makes the scores of an item sum to 1. `instruct` is what a reranker that generates is told.
     """
 
     model: str | None = None
@@ -43,6 +46,7 @@ class ScoreBody(msgspec.Struct, kw_only=True):
     label_token_ids: list[TokenId] | None = None
     apply_softmax: bool | None = None
     item_first: bool | None = None
+    instruct: str | None = None
     priority: int | None = None
     user: str | None = None
 
@@ -70,15 +74,26 @@ async def score_labels(
     items = [items] if isinstance(items, str) else items
     check_length(items, origin.caller.max_sequences // len(labels), param="items")
     prompts = await context.tokenize_service.run(lambda encoder: _prompts(body, items, encoder))
-    given = CompletionBody(
-        model=body.model,
-        prompt=[[*prompt, label] for prompt in prompts for label in labels],
-        max_tokens=0,
-        prompt_logprobs=0,
-        priority=body.priority,
+    labelled = [[*prompt, label] for prompt in prompts for label in labels]
+    call = label_call(labelled, body.model, body.priority, origin)
+
+    def written(scores: list[list[float]], usage: EmbeddingUsage) -> bytes:
+        if body.apply_softmax:
+            scores = [[value / math.fsum(row) for value in row] for row in scores]
+        return msgspec.json.encode(LabelScores(scores, call.model, usage))
+
+    rendering = LabelRendering(call, len(labels), written, param="items")
+    return await answer(request, context, rendering)
+
+
+def label_call(
+    prompts: list[list[int]], model: str | None, priority: int | None, origin: Origin
+) -> Call:
+    """Returns the call that scores prompts, each of which ends with a label."""
+    body = CompletionBody(
+        model=model, prompt=[*prompts], max_tokens=0, prompt_logprobs=0, priority=priority
     )
-    call = completion_call(given, origin)
-    return await answer(request, context, LabelRendering(call, labels, bool(body.apply_softmax)))
+    return completion_call(body, origin)
 
 
 def _prompts(
@@ -103,17 +118,17 @@ def _prompts(
 
 class LabelRendering:
     """Implements Rendering; it has no streams. The call has one sequence for each label of each
-    item."""
+    item. `write` gets the labels' probabilities of each item. `param` is the field of the items."""
 
     content_type = EVENT_STREAM
     keep_alive = KEEP_ALIVE
-    names: Mapping[str, str] = {"prompt": "items"}
     answered: frozenset[str] = frozenset()
 
-    def __init__(self, call: Call, labels: list[int], applies_softmax: bool) -> None:
+    def __init__(self, call: Call, num_labels: int, write: WriteScores, *, param: str) -> None:
         self.call = call
-        self._num_labels = len(labels)
-        self._applies_softmax = applies_softmax
+        self.names: Mapping[str, str] = {"prompt": param}
+        self._num_labels = num_labels
+        self._write = write
 
     def events(self, index: int, chunk: OutputChunk, output: Output) -> Iterator[bytes]:
         yield from ()
@@ -129,8 +144,6 @@ class LabelRendering:
         probabilities = [0.0 if value is None else math.exp(value) for value in logprobs]
         size = self._num_labels
         scores = [probabilities[start : start + size] for start in range(0, len(outputs), size)]
-        if self._applies_softmax:
-            scores = [[value / math.fsum(row) for value in row] for row in scores]
         num_tokens = sum(output.usage.prompt_tokens for output in outputs)
         usage = EmbeddingUsage(num_tokens, num_tokens)
-        yield msgspec.json.encode(LabelScores(scores, self.call.model, usage))
+        yield self._write(scores, usage)

@@ -1,7 +1,6 @@
-"""Scores of pairs of texts, and documents ranked by a query: the cosine of their embeddings.
-
-This is what vLLM computes for a model without a scoring head. /rerank has the fields of Jina and
-Cohere, and /score those of vLLM.
+"""Scores of pairs of texts, and documents ranked by a query: the score of a cross-encoder, that of
+a reranker that generates, or for other models the cosine of the embeddings, as in vLLM. /rerank has
+the fields of Jina and Cohere, and /score those of vLLM.
 """
 
 from __future__ import annotations
@@ -23,6 +22,8 @@ from aserve.http.openai.limits import (
 )
 from aserve.http.openai.schema import EmbeddingBody, Side
 from aserve.http.route import post
+from aserve.http.scoring.classification import score_pairs, usage_of
+from aserve.http.scoring.judgements import answer_judgements, encode_judgements
 from aserve.http.scoring.labels import ScoreBody, score_labels
 from aserve.http.state import HttpContext, origin_of
 from aserve.messages.base import ArrayF32, array_f32
@@ -34,7 +35,8 @@ class RerankDocument(msgspec.Struct):
 
 class RerankBody(msgspec.Struct, kw_only=True):
     """`top_n` returns only the best documents. `max_tokens_per_doc` is Cohere's name of
-    `truncate_prompt_tokens`, which keeps the last tokens of each text.
+    `truncate_prompt_tokens`, which keeps the last tokens of each text. `instruct` is what a
+    reranker that generates is told.
     """
 
     model: str | None = None
@@ -45,6 +47,7 @@ class RerankBody(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: int | None = None
     truncation_side: Side | None = None
     max_tokens_per_doc: int | None = None
+    instruct: str | None = None
     priority: int | None = None
     user: str | None = None
 
@@ -77,7 +80,9 @@ class ScoreAnswer(msgspec.Struct):
     object: str = "list"
 
 
-async def rerank(request: web.Request, context: HttpContext, body: RerankBody) -> web.Response:
+async def rerank(
+    request: web.Request, context: HttpContext, body: RerankBody
+) -> web.StreamResponse:
     _check_numbers(body)
     check_length(body.documents, MAX_SEQUENCES - 1, param="documents")
     if body.top_n is not None:
@@ -97,18 +102,35 @@ async def rerank(request: web.Request, context: HttpContext, body: RerankBody) -
         truncation_side=body.truncation_side,
         priority=body.priority,
     )
-    vectors, usage = await _embedded(request, context, given, param="documents")
-    scores = vectors[1:] @ vectors[0]
-    shows = body.return_documents is not False
-    results = [
-        RerankResult(index, float(scores[index]), RerankDocument(texts[index]) if shows else None)
-        for index in map(int, np.argsort(-scores, kind="stable"))
-    ]
-    origin = origin_of(request, context)
+    pairs = [(body.query, text) for text in texts]
     model = body.model or context.model_names[0]
-    top_n = len(results) if body.top_n is None else body.top_n
-    answer = RerankAnswer(f"rerank-{origin.request_id}", model, results[:top_n], usage)
-    return json_response(answer)
+    answer_id = f"rerank-{origin_of(request, context).request_id}"
+    prompts = await encode_judgements(context, given, pairs, instruct=body.instruct)
+    if prompts is not None:
+        return await answer_judgements(
+            request,
+            context,
+            given,
+            prompts,
+            param="documents",
+            write=lambda scores, usage: msgspec.json.encode(
+                RerankAnswer(answer_id, model, _ranked(scores, texts, body), usage)
+            ),
+        )
+    if context.state.task == "classify":
+        scores, usage = await score_pairs(request, context, given, pairs, param="documents")
+    else:
+        vectors, usage = await _embedded(request, context, given, param="documents")
+        scores = vectors[1:] @ vectors[0]
+    return json_response(RerankAnswer(answer_id, model, _ranked(scores, texts, body), usage))
+
+
+def _ranked(scores: ArrayF32, texts: list[str], body: RerankBody) -> list[RerankResult]:
+    shows = body.return_documents is not False
+    return [
+        RerankResult(index, float(scores[index]), RerankDocument(texts[index]) if shows else None)
+        for index in map(int, np.argsort(-scores, kind="stable")[: body.top_n])
+    ]
 
 
 async def score(request: web.Request, context: HttpContext, body: ScoreBody) -> web.StreamResponse:
@@ -132,13 +154,31 @@ async def score(request: web.Request, context: HttpContext, body: ScoreBody) -> 
         truncation_side=body.truncation_side,
         priority=body.priority,
     )
-    vectors, usage = await _embedded(request, context, given, param="text_2")
-    scores = (vectors[: len(ones)] * vectors[len(ones) :]).sum(axis=1)
+    firsts = ones if len(ones) == len(others) else ones * len(others)
+    pairs = list(zip(firsts, others, strict=True))
     origin = origin_of(request, context)
     model = body.model or context.model_names[0]
-    data = [Score(index, float(value)) for index, value in enumerate(scores)]
-    answer = ScoreAnswer(f"score-{origin.request_id}", origin.created, model, data, usage)
-    return json_response(answer)
+
+    def written(scores: ArrayF32, usage: EmbeddingUsage) -> ScoreAnswer:
+        data = [Score(index, float(value)) for index, value in enumerate(scores)]
+        return ScoreAnswer(f"score-{origin.request_id}", origin.created, model, data, usage)
+
+    prompts = await encode_judgements(context, given, pairs, instruct=body.instruct)
+    if prompts is not None:
+        return await answer_judgements(
+            request,
+            context,
+            given,
+            prompts,
+            param="text_2",
+            write=lambda scores, usage: msgspec.json.encode(written(scores, usage)),
+        )
+    if context.state.task == "classify":
+        scores, usage = await score_pairs(request, context, given, pairs, param="text_2")
+    else:
+        vectors, usage = await _embedded(request, context, given, param="text_2")
+        scores = (vectors[: len(ones)] * vectors[len(ones) :]).sum(axis=1)
+    return json_response(written(scores, usage))
 
 
 async def _embedded(
@@ -146,9 +186,9 @@ async def _embedded(
 ) -> tuple[ArrayF32, EmbeddingUsage]:
     """Returns the embeddings, [texts, size], each of length 1."""
     chunks = await embed(context, given, origin_of(request, context), param=param)
-    num_tokens = sum(chunk.usage.prompt_tokens for chunk in chunks)
     vectors = np.stack([array_f32(chunk.embedding) for chunk in chunks])
-    return vectors, EmbeddingUsage(num_tokens, num_tokens)
+    lens = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return vectors / np.maximum(lens, np.finfo(np.float32).tiny), usage_of(chunks)
 
 
 def _check_numbers(body: RerankBody | ScoreBody) -> None:

@@ -30,13 +30,16 @@ from numba.core.registry import cpu_target
 
 from aserve_kernels.cpu.chunk_attention import compile_chunk_attention
 from aserve_kernels.cpu.decoder_forward import compile_decoder_forward
+from aserve_kernels.cpu.draft_forward import compile_draft_forward
 from aserve_kernels.cpu.draw import compile_draw
 from aserve_kernels.cpu.gemm import compile_packed_linear
 from aserve_kernels.cpu.int8_linear import compile_int8_linear
+from aserve_kernels.cpu.latent_attention import compile_latent_attention
 from aserve_kernels.cpu.lora import compile_lora
 from aserve_kernels.cpu.paged_attention import compile_paged_attention
 from aserve_kernels.cpu.rms_norm import compile_rms_norm
 from aserve_kernels.cpu.rope_and_store_kv import compile_rope_and_store_kv
+from aserve_kernels.cpu.shared_table import compile_shared_table
 from aserve_kernels.cpu.suffix_match import compile_suffix_match
 
 Tasks: TypeAlias = "deque[list[KernelVariant]]"
@@ -44,14 +47,17 @@ Tasks: TypeAlias = "deque[list[KernelVariant]]"
 # The slowest kernels come first, so that no worker is left alone with one at the end.
 COMPILERS: Mapping[str, Callable[[torch.dtype, int], None]] = {
     "decoder_forward": lambda dtype, _: compile_decoder_forward(dtype),
+    "draft_forward": lambda dtype, _: compile_draft_forward(dtype),
     "paged_attention": compile_paged_attention,
     "chunk_attention": lambda _, num_threads: compile_chunk_attention(num_threads),
+    "latent_attention": compile_latent_attention,
     "packed_linear": lambda dtype, _: compile_packed_linear(dtype),
     "rope_and_store_kv": lambda dtype, _: compile_rope_and_store_kv(dtype),
     "lora": compile_lora,
     "int8_linear": lambda dtype, _: compile_int8_linear(dtype),
     "rms_norm": lambda dtype, _: compile_rms_norm(dtype),
     "draw": lambda _, __: compile_draw(),
+    "shared_table": lambda _, __: compile_shared_table(),
     "suffix_match": lambda _, __: compile_suffix_match(),
 }
 

@@ -34,6 +34,7 @@ TWO_TO_MINUS_32 = np.float32(2.0**-32)
 # Noise is at max_key -log(u), so a token whose u is above exp(score - best noisy score) cannot win.
 SLACK = np.float32(0.01)  # added to that bound for rounding
 CHUNK = 512
+SAME_IDS = np.empty(0, np.int64)
 # Keys of `_key`: int32 that compare like the floats. Keys beyond these two are NaN.
 MINUS_INFINITY_KEY = np.int32(-2139095041)
 INFINITY_KEY = np.int32(0x7F800000)
@@ -68,19 +69,20 @@ def _draw(
 ) -> None:  # fmt: skip
     for row in range(logits.shape[0]):
         tokens[row], is_valid[row] = draw_row(
-            logits[row], seeds[row], positions[row], temperatures[row]
+            logits[row], seeds[row], positions[row], temperatures[row], SAME_IDS
         )
 
 
 @njit(nogil=True)
 def draw_row(
-    logits: Float32s, seed: int, position: int, temperature: np.float32
+    logits: Float32s, seed: int, position: int, temperature: np.float32, token_ids: Int64s
 ) -> tuple[int, bool]:
-    token, is_valid = _argmax(logits)
-    if not is_valid or not temperature > 0:
-        return token, is_valid
-    start = _mix(_mix(np.uint64(seed)) + np.uint64(position) * POSITION_FACTOR)
-    return _noisy_argmax(logits, temperature, start, token), True
+    """logits [n] of the tokens `token_ids` [n], or, if there are no such ids, of tokens 0 to n."""
+    index, is_valid = _argmax(logits)
+    if is_valid and temperature > 0:
+        start = _mix(_mix(np.uint64(seed)) + np.uint64(position) * POSITION_FACTOR)
+        index = _noisy_argmax(logits, temperature, start, index, token_ids)
+    return index if token_ids.shape[0] == 0 else token_ids[index], is_valid
 
 
 @njit(nogil=True)
@@ -106,13 +108,15 @@ def _key(value: np.float32) -> np.int32:
 
 
 @njit(nogil=True, error_model="numpy")
-def _noisy_argmax(logits: Float32s, temperature: np.float32, start: np.uint64, first: int) -> int:
+def _noisy_argmax(
+    logits: Float32s, temperature: np.float32, start: np.uint64, first: int, token_ids: Int64s
+) -> int:
     """PERF: `first` has the largest logit. Its noisy score bounds u of all tokens that can still
     win, so the logarithms of the noise are computed for few tokens."""
-    best, best_score = (
-        first,
-        np.float32(logits[first] / temperature + _noise(_uniform(start, first))),
-    )
+    is_mapped = token_ids.shape[0] > 0
+    first_id = token_ids[first] if is_mapped else first
+    noise = _noise(_uniform(start, first_id))
+    best, best_score = first, np.float32(logits[first] / temperature + noise)
     uniforms, bounds = np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32)
     for low in range(0, logits.shape[0], CHUNK):
         size = min(CHUNK, logits.shape[0] - low)
@@ -121,7 +125,7 @@ def _noisy_argmax(logits: Float32s, temperature: np.float32, start: np.uint64, f
             exponent = logits[low + i] / temperature - best_score + SLACK
             bounds[i] = power_of_two(min(np.float32(0), exponent * np.float32(LOG2_E)))
         for i in range(size):
-            uniforms[i] = _uniform(start, low + i)
+            uniforms[i] = _uniform(start, token_ids[low + i] if is_mapped else low + i)
             num_possible += uniforms[i] <= bounds[i]
         if num_possible == 0:
             continue
@@ -136,8 +140,19 @@ def _noisy_argmax(logits: Float32s, temperature: np.float32, start: np.uint64, f
 @njit(inline="always")
 def _uniform(start: np.uint64, token_id: int) -> np.float32:
     """u of this token, in (0, 1)."""
-    word = _mix(start + np.uint64(token_id) * GAMMA) >> SHIFTS[3]
+    word = _word(start, token_id)
     return min(np.float32(np.float32(word) + np.float32(0.5)) * TWO_TO_MINUS_32, MAX_U)
+
+
+@njit(nogil=True)
+def first_word(seed: int, position: int, token_id: int) -> np.uint64:
+    """Returns the 32 random bits of which the noise of this token is made."""
+    return _word(_mix(_mix(np.uint64(seed)) + np.uint64(position) * POSITION_FACTOR), token_id)
+
+
+@njit(inline="always")
+def _word(start: np.uint64, token_id: int) -> np.uint64:
+    return _mix(start + np.uint64(token_id) * GAMMA) >> SHIFTS[3]
 
 
 @njit(inline="always")

@@ -9,9 +9,10 @@ is the same in every batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from llvmlite import ir
 from numba import njit, types
@@ -23,6 +24,8 @@ from torch import Tensor
 from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, widen
 from aserve_kernels.cpu.precompile import NO_REFCOUNT, cached_njit, compile_ahead
 from aserve_kernels.cpu.simd import FLOAT32X16, INT32X16, LANES, Intrinsic
+
+Int32s: TypeAlias = npt.NDArray[np.int32]
 
 ROWS = 8
 VECTORS = 2
@@ -63,6 +66,25 @@ def packed_linear_ref(x: Tensor, packed: Floats, bias: Float32s) -> Tensor:
     return (x.float() @ weight.float().t() + torch.from_numpy(bias)).to(x.dtype)
 
 
+def packed_grouped_linear(
+    x: Tensor, packed: Floats, biases: Float32s, starts: Int32s, ends: Int32s
+) -> Tensor:
+    """Does what `packed_linear` does, for the rows of each expert with its own weight: those from
+    starts[e] to ends[e] - 1.
+
+    packed [experts, packed weight], biases [experts, out]. Other rows are undefined."""
+    out = torch.empty((len(x), biases.shape[1]), dtype=x.dtype)
+    _multiply_groups(as_array(x.contiguous()), packed, biases, starts, ends, as_array(out))
+    return out
+
+
+def compile_grouped_linear(dtype: torch.dtype) -> None:
+    floats = types.uint16 if dtype == torch.bfloat16 else types.float32
+    rows, biases = types.Array(floats, 2, "C"), types.Array(types.float32, 2, "C")
+    bounds = types.Array(types.int32, 1, "C")
+    compile_ahead(_multiply_groups, rows, rows, biases, bounds, bounds, rows)
+
+
 def compile_packed_linear(dtype: torch.dtype) -> None:
     floats = types.uint16 if dtype == torch.bfloat16 else types.float32
     rows, flat = types.Array(floats, 2, "C"), types.Array(floats, 1, "C")
@@ -74,6 +96,18 @@ def _multiply_narrow(x: Floats, packed: Floats, bias: Float32s, out: Floats) -> 
     wide = np.empty(out.shape, np.float32)
     multiply(x, packed, bias, wide)
     narrow(wide.reshape(-1), out.reshape(-1))
+
+
+@cached_njit(nogil=True)
+def _multiply_groups(
+    x: Floats, packed: Floats, biases: Float32s, starts: Int32s, ends: Int32s, out: Floats
+) -> None:
+    for expert in range(len(starts)):
+        start, end = starts[expert], ends[expert]
+        if start < end:
+            wide = np.empty((end - start, out.shape[1]), np.float32)
+            multiply(x[start:end], packed[expert], biases[expert], wide)
+            narrow(wide.reshape(-1), out[start:end].reshape(-1))
 
 
 @njit(nogil=True)

@@ -1,6 +1,6 @@
 """Paged attention on the CPU for few queries per row: decode, verification and short chunks.
 
-    out = softmax(cap(scale * q k^T) + mask) v
+    out = softmax(cap(scale * q k^T) + mask) v    a head's sink joins its softmax, without a value
 
 Keys and values are read through the page table, a tile at a time, and widened to float32. The query
 heads that share a KV head (grouped-query attention), of up to BLOCK queries and heads, share each
@@ -16,6 +16,7 @@ from numba import njit, prange, types
 from torch import Tensor
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, widen
+from aserve_kernels.cpu.exp2 import LOG2_E, power_of_two
 from aserve_kernels.cpu.host_rows import NO_WINDOW, HostRows, Int64s
 from aserve_kernels.cpu.online_softmax import fold_log2, softmax_update
 from aserve_kernels.cpu.precompile import FASTMATH, NO_REFCOUNT, cached_njit, compile_ahead
@@ -58,8 +59,16 @@ def paged_attention(
         NO_WINDOW if scoring.window is None else scoring.window,
         np.float32(factor),
         np.float32(cap),
+        _sinks(scoring.sinks, q.shape[1]),
         num_workers,
     )  # fmt: skip
+
+
+def _sinks(sinks: Tensor | None, num_heads: int) -> Float32s:
+    """The sinks in units of log2(e), [heads]; -inf for none."""
+    if sinks is None:
+        return np.full(num_heads, -np.inf, np.float32)
+    return np.asarray(sinks.float().numpy() * np.float32(LOG2_E))
 
 
 def paged_attention_ref(
@@ -90,7 +99,8 @@ def compile_paged_attention(dtype: torch.dtype, num_workers: int) -> None:
         _attend_alone if num_workers == 1 else _attend,
         *(types.Array(types.float32, 3, "A"), heads, heads, heads),
         *(types.Array(types.int64, 2, "C"), column, column, column, column),
-        *(types.int64, types.int64, types.float32, types.float32, types.int64),
+        *(types.int64, types.int64, types.float32, types.float32),
+        *(types.Array(types.float32, 1, "C"), types.int64),
     )
 
 
@@ -98,12 +108,13 @@ def compile_paged_attention(dtype: torch.dtype, num_workers: int) -> None:
 def _attend(
     q: Float32s, keys: Floats, values: Floats, out: Floats,
     page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
-    page_size: int, window: int, factor: np.float32, cap: np.float32, num_workers: int,
+    page_size: int, window: int, factor: np.float32, cap: np.float32, sinks: Float32s,
+    num_workers: int,
 ) -> None:  # fmt: skip
     for worker in prange(num_workers):
         attend_share(
             q, keys, values, out, page_table, rows, lens, starts, query_lens, page_size,
-            window, factor, cap, worker, num_workers,
+            window, factor, cap, sinks, worker, num_workers,
         )  # fmt: skip
 
 
@@ -112,12 +123,13 @@ def _attend(
 def _attend_alone(
     q: Float32s, keys: Floats, values: Floats, out: Floats,
     page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
-    page_size: int, window: int, factor: np.float32, cap: np.float32, num_workers: int,
+    page_size: int, window: int, factor: np.float32, cap: np.float32, sinks: Float32s,
+    num_workers: int,
 ) -> None:  # fmt: skip
     for worker in range(num_workers):
         attend_share(
             q, keys, values, out, page_table, rows, lens, starts, query_lens, page_size,
-            window, factor, cap, worker, num_workers,
+            window, factor, cap, sinks, worker, num_workers,
         )  # fmt: skip
 
 
@@ -127,7 +139,7 @@ def _attend_alone(
 def attend_share(
     q: Float32s, keys: Floats, values: Floats, out: Floats,
     page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
-    page_size: int, window: int, factor: np.float32, cap: np.float32,
+    page_size: int, window: int, factor: np.float32, cap: np.float32, sinks: Float32s,
     worker: int, num_workers: int,
 ) -> None:  # fmt: skip
     """The share of one worker: every num_workers-th unit of work. A unit is some KV heads of one
@@ -141,10 +153,10 @@ def attend_share(
     # PERF: a token's heads are adjacent in memory, so a unit has as many of them as leave two units
     # for each worker.
     heads = min(num_kv_heads, max(1, num_blocks * num_kv_heads // (2 * num_workers)))
-    width = _width(keys)
+    width = padded_width(keys)
     vectors = np.zeros((2, heads * query_len * group_size * width), np.float32)
     softmax = np.empty((heads * query_len * group_size, 2), np.float32)
-    tiles = np.zeros((2, _tile_size(width) * width), np.float32)
+    tiles = np.zeros((2, tile_len(width) * width), np.float32)
     scores, slots = np.empty(TILE, np.float32), np.empty(TILE, np.int64)
     unit = 0
     for r in range(rows.shape[0]):
@@ -160,18 +172,18 @@ def attend_share(
                     out[starts[r] + first : starts[r] + last],
                     page_table[rows[r]], page_size,
                     lens[r] - query_lens[r] + first, head, min(head + heads, num_kv_heads),
-                    window, factor, cap, vectors, softmax, tiles, scores, slots,
+                    window, factor, cap, sinks, vectors, softmax, tiles, scores, slots,
                 )  # fmt: skip
 
 
 @njit(inline="always")
-def _width(keys: Floats) -> int:
+def padded_width(keys: Floats) -> int:
     """head_dim, padded with zeros to a multiple of WIDTH; zeros add nothing to a score."""
     return -(-keys.shape[2] // WIDTH) * WIDTH
 
 
 @njit(inline="always")
-def _tile_size(width: int) -> int:
+def tile_len(width: int) -> int:
     """Returns the keys of a tile. PERF: a tile of keys and one of values stay in the L1 cache,
     beside the queries.
     """
@@ -182,7 +194,7 @@ def _tile_size(width: int) -> int:
 def _attend_block(
     q: Float32s, keys: Floats, values: Floats, out: Floats, pages: Int64s, page_size: int,
     position: int, first_head: int, last_head: int,
-    window: int, factor: np.float32, cap: np.float32,
+    window: int, factor: np.float32, cap: np.float32, sinks: Float32s,
     vectors: Float32s, softmax: Float32s, tiles: Float32s, scores: Float32s, slots: Int64s,
 ) -> None:  # fmt: skip
     """Attends q [queries, heads, head_dim], at positions from `position` on, for the KV heads
@@ -195,8 +207,8 @@ def _attend_block(
     group_size = q.shape[1] // keys.shape[1]
     queries, outputs = vectors[0], vectors[1]
     tile_keys, tile_values = tiles[0], tiles[1]
-    width = _width(keys)
-    tile_size = _tile_size(width)
+    width = padded_width(keys)
+    tile_size = tile_len(width)
     num_query_rows = (last_head - first_head) * num_queries * group_size
     for query_row in range(num_query_rows):
         query = query_row // group_size % num_queries
@@ -224,8 +236,8 @@ def _attend_block(
                 offset = 0
                 column += 1
         for head in range(first_head, last_head):
-            _widen_tile(keys, slots, size, head, tile_keys, width)
-            _widen_tile(values, slots, size, head, tile_values, width)
+            widen_tile(keys, slots, size, head, tile_keys, width)
+            widen_tile(values, slots, size, head, tile_values, width)
             first_query_row = (head - first_head) * num_queries * group_size
             for i in range(num_queries * group_size):
                 query_position = position + i // group_size
@@ -233,25 +245,30 @@ def _attend_block(
                 high = min(size, query_position + 1 - tile)
                 if low < high:
                     query_row = first_query_row + i
-                    _score(queries, query_row * width, width, tile_keys, low, high, scores)
+                    score(queries, query_row * width, width, tile_keys, low, high, scores)
                     rescale = softmax_update(scores, low, high, cap, softmax, query_row)
-                    _add_values(
+                    add_values(
                         scores, low, high, tile_values, rescale, outputs, query_row * width, width
                     )
     for query_row in range(num_query_rows):
         query = query_row // group_size % num_queries
         head = first_head + query_row // (group_size * num_queries)
-        scale = np.float32(1) / softmax[query_row, 1]
+        own_head = head * group_size + query_row % group_size
+        # A sink joins the sum like the score of a key with the value zero.
+        excess = sinks[own_head] - softmax[query_row, 0]
+        rescale = power_of_two(-max(np.float32(0), excess))
+        sink = power_of_two(min(np.float32(0), excess))
+        scale = rescale / (softmax[query_row, 1] * rescale + sink)
         for d in range(query_row * width, query_row * width + width):
             outputs[d] *= scale
         narrow(
             outputs[query_row * width : query_row * width + head_dim],
-            out[query, head * group_size + query_row % group_size],
+            out[query, own_head],
         )
 
 
 @njit(nogil=True, **NO_REFCOUNT)
-def _widen_tile(
+def widen_tile(
     source: Floats, slots: Int64s, size: int, head: int, tile: Float32s, width: int
 ) -> None:
     """Copies one head of these slots into tile [keys * width], widened to float32."""
@@ -274,7 +291,7 @@ def _widen_tile(
 
 
 @njit(inline="always")
-def _score(
+def score(
     queries: Float32s, start: int, width: int, keys: Float32s, low: int, high: int, scores: Float32s
 ) -> None:
     """scores[low:high] = q k^T. Keys are computed sixteen at a time, some outside the range too."""
@@ -283,7 +300,7 @@ def _score(
 
 
 @njit(inline="always")
-def _add_values(
+def add_values(
     weights: Float32s, low: int, high: int, values: Float32s,
     rescale: np.float32, outputs: Float32s, start: int, width: int,
 ) -> None:  # fmt: skip

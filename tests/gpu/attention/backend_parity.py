@@ -14,7 +14,7 @@ from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.device.base import Device
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec, group_layers
-from aserve.gpu.kv.pools import KvPools
+from aserve.gpu.kv.pools import KvPools, LayerKv
 from aserve.gpu.step.forward_batch import DeviceBatch, ForwardBatch, ForwardOverrides
 from tests.gpu.device_tables import device_batch, make_pools
 
@@ -61,7 +61,7 @@ class Layout:
             dtype=self.kv_dtype or self.dtype,
         )
         kv = pools.layers[self.layer.index]
-        for tensor in (kv.keys, kv.values):
+        for tensor in pools_of(kv):
             tensor[self.page_size :] = torch.nan
         return pools
 
@@ -84,6 +84,26 @@ def layer(
     )
 
 
+def latent_layer(
+    num_heads: int = 5, *, value_dim: int = 24, rope_dim: int = 8, softcap: float | None = None
+) -> LayerSpec:
+    """A layer that keeps latents."""
+    return LayerSpec(
+        index=0,
+        num_heads=num_heads,
+        num_kv_heads=1,
+        head_dim=value_dim + rope_dim,
+        scale=0.2,
+        softcap=softcap,
+        value_dim=value_dim,
+    )
+
+
+def pools_of(kv: LayerKv) -> tuple[Tensor, ...]:
+    """Keys and values, or latents alone."""
+    return (kv.keys,) if kv.keys.data_ptr() == kv.values.data_ptr() else (kv.keys, kv.values)
+
+
 def random(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
@@ -99,7 +119,7 @@ def fill(pools: KvPools, layout: Layout, batch: DeviceBatch) -> None:
             for table in pools.page_tables:
                 table[row, column] = next_page
             part = slice(next_page * layout.page_size, (next_page + 1) * layout.page_size)
-            for tensor in (kv.keys, kv.values):
+            for tensor in pools_of(kv):
                 tensor[part] = random(generator, *tensor[part].shape).to(tensor.dtype)
             next_page -= 1
 
@@ -120,9 +140,11 @@ def attended(
 ) -> Tensor:
     """The backend's output for random heads. `plan` replaces a plan made for this batch."""
     generator = torch.Generator().manual_seed(2)
-    heads = layout.layer.num_heads + 2 * layout.layer.num_kv_heads
+    heads = layout.layer.num_heads + layout.layer.num_stored_heads
     qkv = random(generator, batch.num_tokens, heads, layout.layer.head_dim).to(layout.dtype)
-    return backend.bind(batch, plan or backend.plan(batch))(layout.layer, AttentionInputs(qkv))
+    sinks = random(generator, layout.layer.num_heads) if layout.layer.has_sinks else None
+    attend = backend.bind(batch, plan or backend.plan(batch))
+    return attend(layout.layer, AttentionInputs(qkv, sinks=sinks))
 
 
 def built(name: str, layout: Layout, pools: KvPools) -> AttentionBackend:
@@ -160,7 +182,7 @@ def assert_attends(
     made = ForwardBatch.init_new(batch, pools, overrides)
     got = attended(build(pools), layout, made)
     expected = attended(TorchReference(pools), layout, made)
-    assert got.shape == (sum(query_lens), layout.layer.num_heads, layout.layer.head_dim)
+    assert got.shape == (sum(query_lens), layout.layer.num_heads, layout.layer.out_dim)
     tolerance = TOLERANCES[layout.dtype]
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
     assert bool(got.isfinite().all())
@@ -226,7 +248,7 @@ def exact_batch(
 
 
 def draw_heads(site: AttentionSite, spec: LayerSpec, num_tokens: int) -> Tensor:
-    sizes = (num_tokens, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+    sizes = (num_tokens, spec.num_heads + spec.num_stored_heads, spec.head_dim)
     return random(torch.Generator().manual_seed(1), *sizes).to(site.pools.device, site.dtype)
 
 

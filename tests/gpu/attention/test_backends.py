@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from aserve.gpu.attention.reference import TorchReference
+from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.attention.sdpa import PagedSdpa
 from aserve.gpu.device.cpu.device import CpuDevice
-from aserve.gpu.kv.layer_groups import AttentionInputs
+from aserve.gpu.kv.layer_groups import AttentionInputs, Mask, group_layers
 from aserve.gpu.step.forward_batch import ForwardBatch
 from tests.gpu.attention.backend_parity import (
     HEAD_DIM,
@@ -20,11 +21,15 @@ from tests.gpu.attention.backend_parity import (
     TOLERANCES,
     Layout,
     assert_parity,
+    assert_site_parity,
     attended,
     built,
+    exact_batch,
     fill,
+    latent_layer,
     layer,
     random,
+    scattered_site,
 )
 from tests.gpu.device_tables import device_batch
 
@@ -35,6 +40,9 @@ OF_TRITON = {
     "a window of one": Layout(layer(heads=(6, 1), window=1), 24, torch.float32),
     "a window of a page and a cap": Layout(layer(window=16, softcap=2.0), 24, torch.float32),
     "a window of several tiles": Layout(layer(heads=(6, 1), window=290), 1, torch.float32),
+    "latents": Layout(latent_layer(), dtype=torch.float32),
+    "latents with a cap": Layout(latent_layer(softcap=2.0), 1, torch.bfloat16),
+    "latents in eight bits": Layout(latent_layer(), 24, torch.float32, torch.float8_e4m3fn),
     "bfloat16": Layout(layer(), dtype=torch.bfloat16),
     "KV in bfloat16": Layout(SCALED, dtype=torch.float32, kv_dtype=torch.bfloat16),
     "KV in eight bits": Layout(SCALED, dtype=torch.float32, kv_dtype=torch.float8_e4m3fn),
@@ -63,6 +71,30 @@ def test_every_kind_of_layer_equals_the_reference(
         assert_parity("paged-sdpa", Layout(spec, dtype=dtype), shape)
 
 
+@pytest.mark.parametrize("name", ["paged-cpu", "paged-sdpa", "triton"])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (5, 2.0)])
+def test_sinks_equal_the_reference(name: str, window: int | None, softcap: float | None) -> None:
+    spec = msgspec.structs.replace(layer(window=window, softcap=softcap), has_sinks=True)
+    for shape in ("mixed", "long prompts beside a decode and a chunk"):
+        assert_parity(name, Layout(spec, dtype=torch.float32), shape)
+
+
+def test_a_sink_takes_from_all_keys() -> None:
+    """The oracle itself: with one key and the score s, the output is the value times the logistic
+    function of s - sink."""
+    spec = msgspec.structs.replace(layer(heads=(1, 1)), has_sinks=True)
+    layout = Layout(spec)
+    pools = layout.pools(1)
+    pools.page_tables[0][1, 0] = 1
+    made = exact_batch(pools, [1], [0])
+    q, k, v = random(torch.Generator().manual_seed(5), 3, 1, HEAD_DIM)
+    attend = TorchReference(pools).bind(made, None)
+    sinks = torch.tensor([0.7], dtype=torch.float64)
+    got = attend(spec, AttentionInputs(torch.stack((q, k, v), dim=1), sinks=sinks))
+    share = torch.sigmoid((q * k).sum() * spec.scale - sinks)
+    torch.testing.assert_close(got[0], share * v)
+
+
 @pytest.mark.parametrize("shape", ["verify windows", "chunk", "mixed", "a page and one"])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (1, None), (5, 2.0)])
 def test_draft_trees_equal_the_reference(
@@ -71,6 +103,43 @@ def test_draft_trees_equal_the_reference(
     for page_size in (1, 16):
         layout = Layout(layer(window=window, softcap=softcap), page_size)
         assert_parity("paged-sdpa", layout, shape, has_trees=True)
+
+
+@pytest.mark.parametrize("shape", ["verify windows", "mixed"])
+@pytest.mark.parametrize(("window", "page_size"), [(None, 16), (5, 1), (None, 64)])
+def test_draft_trees_in_triton_equal_the_reference(
+    shape: str, window: int | None, page_size: int
+) -> None:
+    layout = Layout(layer(window=window), page_size, torch.float32)
+    assert_parity("triton", layout, shape, has_trees=True)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_draft_trees_over_latents_in_triton_equal_the_reference(page_size: int) -> None:
+    layout = Layout(latent_layer(), page_size, torch.float32)
+    assert_parity("triton", layout, "chunk", has_trees=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [("paged-cpu", None), ("paged-sdpa", None), ("paged-sdpa", 5), ("triton", None), ("triton", 5)],
+)
+@pytest.mark.parametrize("shape", ["verify windows", "mixed", "a page and one"])
+def test_layers_without_a_causal_mask_equal_the_reference(
+    shape: str, name: str, window: int | None
+) -> None:
+    """A query sees the keys behind it, too, and none beyond its row's length, where NaN is."""
+    spec = msgspec.structs.replace(layer(window=window), mask=Mask.NONE)
+    assert_parity(name, Layout(spec, dtype=torch.float32), shape)
+
+
+@pytest.mark.parametrize("name", ["paged-cpu", "paged-sdpa", "triton"])
+def test_layers_with_and_without_a_causal_mask_share_a_forward(name: str) -> None:
+    """Both are in one layer group, and so have one plan."""
+    specs = (layer(), msgspec.structs.replace(layer(), index=1, mask=Mask.NONE))
+    site = scattered_site(specs, (2, 4), page_size=16, dtype=torch.float32)
+    batch = exact_batch(site.pools, [3, 5], [20, 0])
+    assert_site_parity(BACKENDS[name]().build(site), site, batch)
 
 
 @pytest.mark.parametrize("layout", OF_TRITON.values(), ids=OF_TRITON)
@@ -115,9 +184,11 @@ def test_a_bound_above_the_length_changes_nothing() -> None:
     pools = layout.pools(2)
     fill(pools, layout, batch)
     made = ForwardBatch.init_new(batch, pools)
-    expected = attended(PagedSdpa(pools, (None,)), layout, made)
+    expected = attended(PagedSdpa(pools, group_layers((layout.layer,))), layout, made)
     made.len_bounds_cpu[:] = np.array([17, 29])
-    torch.testing.assert_close(attended(PagedSdpa(pools, (None,)), layout, made), expected)
+    torch.testing.assert_close(
+        attended(PagedSdpa(pools, group_layers((layout.layer,))), layout, made), expected
+    )
 
 
 def test_padding_rows_and_later_lengths_need_no_other_plan() -> None:

@@ -23,6 +23,7 @@ from tests.gpu.attention.backend_parity import (
     assert_parity,
     attended,
     fill,
+    latent_layer,
     layer,
 )
 from tests.gpu.device_tables import device_batch
@@ -60,6 +61,16 @@ def test_draft_trees_equal_the_reference(
     for page_size in (1, 16):
         layout = Layout(layer(window=window, softcap=softcap), page_size, torch.float32)
         assert_parity("paged-cpu", layout, shape, has_trees=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_heads", [2, 16, 21])
+@pytest.mark.parametrize("page_size", [1, 16, 24])
+def test_latents_equal_the_reference(page_size: int, num_heads: int, dtype: torch.dtype) -> None:
+    layout = Layout(latent_layer(num_heads), page_size, dtype)
+    for shape in SHAPES:
+        assert_parity("paged-cpu", layout, shape, has_trees=shape == "verify windows")
+    assert_parity("paged-cpu", Layout(latent_layer(softcap=2.0), dtype=dtype), "mixed")
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 24])

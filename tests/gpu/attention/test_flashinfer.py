@@ -25,13 +25,16 @@ from aserve.gpu.attention.flashinfer.page_indices import KERNELS, CsrOps
 from aserve.gpu.attention.flashinfer.wrappers import Queries, queries_of
 from aserve.gpu.attention.reference import TorchReference
 from aserve.gpu.attention.registry import BACKENDS
+from aserve.gpu.decode.base import StepRunner
 from aserve.gpu.device.base import Device
 from aserve.gpu.device.cpu.device import CpuDevice
-from aserve.gpu.kv.layer_groups import AttentionInputs, group_layers
+from aserve.gpu.kv.layer_groups import AttentionInputs, Mask, group_layers
 from aserve.gpu.kv.pools import KvPools
+from aserve.gpu.spec.base import DraftRows, Drafts
+from aserve.gpu.spec.mode import Speculative
 from aserve.gpu.step.forward_batch import ForwardBatch
 from tests.fakes.cuda import FakeCuda
-from tests.fakes.drafters import Stumbling, speculative
+from tests.fakes.drafters import Stumbling, StumblingTree, speculative
 from tests.fakes.flashinfer import (
     LISTED_IN_TORCH,
     FakeDecode,
@@ -54,8 +57,8 @@ from tests.gpu.attention.backend_parity import (
 )
 from tests.gpu.device.cuda.test_device import executor_on
 from tests.gpu.device_tables import device_batch, make_pools
-from tests.gpu.drive import make_executor, request, serve
-from tests.gpu.plain_engine import plain_outputs
+from tests.gpu.drive import captured, make_executor, request, serve
+from tests.gpu.plain_engine import plain_outputs, plain_tokens
 
 pytestmark = pytest.mark.usefixtures("small_workspace")
 
@@ -333,3 +336,54 @@ def test_speculation_makes_an_engine_take_another_backend(
     executor = make_executor(model, device=device, mode=speculative(Stumbling(1, every=2)))
     assert "attention paged-sdpa (auto, without flashinfer)" in executor.about
     assert "lengths that the host does not know yet" in caplog.text
+
+
+@pytest.mark.parametrize("ops", [KERNELS, LISTED_IN_TORCH], ids=["kernels", "torch"])
+@pytest.mark.parametrize("shape", ["verify windows", "mixed", "a page and one"])
+@pytest.mark.parametrize(("window", "page_size"), [(None, 16), (None, 1), (5, 4), (1, 64)])
+def test_draft_trees_equal_the_reference(
+    window: int | None, page_size: int, shape: str, ops: CsrOps
+) -> None:
+    layout = Layout(layer(window=window), page_size)
+    assert_attends(
+        lambda pools: FlashInfer(FakeFlashInfer(), site_of(layout, pools), ops=ops),
+        layout,
+        shape,
+        has_trees=True,
+    )
+
+
+def test_layers_without_a_causal_mask_equal_the_reference() -> None:
+    for shape in ("verify windows", "mixed", "one decode"):
+        assert_parity(Layout(msgspec.structs.replace(layer(), mask=Mask.NONE)), shape)
+    spec = msgspec.structs.replace(layer(window=4), mask=Mask.NONE)
+    layout = Layout(spec)
+    with pytest.raises(AttentionUnavailable, match="no windows in layers without a causal mask"):
+        build_flashinfer(FakeFlashInfer(), site_of(layout, layout.pools(1)))
+
+
+def test_trees_are_verified_in_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter knows the text, as its own forwards could not be planned on the host."""
+    module = FakeFlashInfer()
+    capabilities = Capabilities(tree_masks=True, host_lens=True, can_capture=True)
+    register(monkeypatch, module, ops=LISTED_IN_TORCH, capabilities=capabilities)
+    model, device = HashModel(window=6), GraphDevice()
+    asked = request("r", [5, 7, 9], max_tokens=30)
+    text = torch.tensor([5, 7, 9, *plain_outputs(model, asked), 0, 0])
+
+    def known(_self: Stumbling, _runner: StepRunner, rows: DraftRows) -> Drafts:
+        places = rows.lens[:, None] + 1 + torch.arange(rows.num_drafts)
+        return Drafts(text[places.clamp(max=len(text) - 1)])
+
+    monkeypatch.setattr(Stumbling, "draft", known)
+    executor = make_executor(
+        model,
+        attention="flashinfer",
+        mode=Speculative(StumblingTree()),
+        device=device,
+        graph_rows=1,
+    )
+    served = serve(captured(executor), [asked])
+    assert served.outputs == plain_tokens([asked], model)
+    assert len(served.batches) < 15
+    assert device.num_replays > 5

@@ -13,6 +13,7 @@ from aserve.gpu.attention.flashinfer.backend import FlashInfer
 from aserve.gpu.attention.flashinfer.cascade import MIN_SAVED_BYTES, is_worthwhile
 from aserve.gpu.kv.layer_groups import LayerSpec
 from aserve.gpu.step.forward_batch import ForwardBatch
+from aserve.gpu.step.halves import cut_in_two
 from tests.fakes.flashinfer import LISTED_IN_TORCH, FakeFlashInfer
 from tests.fakes.graph_device import GraphDevice
 from tests.fakes.hash_model import HashModel
@@ -109,7 +110,7 @@ def test_some_of_the_rows_share_as_much_and_padding_nothing() -> None:
     made = forward(site, *STEPS["decodes"])
     assert made.padded(4).shared_pages == 2
     assert made.padded(5).shared_pages == 0
-    assert [part.shared_pages for part in made.split(2)] == [2, 2]
+    assert [part.shared_pages for part in cut_in_two(made)] == [2, 2]
 
 
 @pytest.mark.parametrize("is_shared", [False, True])

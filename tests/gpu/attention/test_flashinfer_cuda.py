@@ -47,9 +47,12 @@ class Kind:
     windows: tuple[int | None, ...]
     softcap: float | None = None
     kv_dtype: torch.dtype | None = None
+    value_dim: int | None = None  # of latents
 
     def layers(self) -> tuple[LayerSpec, ...]:
-        """Grouped queries."""
+        """Grouped queries, or latents."""
+        if self.value_dim is not None:
+            return (LayerSpec(0, 16, 1, self.head_dim, 0.1, value_dim=self.value_dim),)
         size, cap = self.head_dim, self.softcap
         return tuple(
             LayerSpec(i, 16, 4, size, size**-0.5, window, cap, kv_scales=(0.5, 0.25))
@@ -62,6 +65,7 @@ class Kind:
 PLAIN = Kind(128, torch.bfloat16, (None,))
 WINDOW_AND_CAP = Kind(64, torch.float16, (37,), softcap=20.0)
 EIGHT_BITS = Kind(128, torch.bfloat16, (None,), kv_dtype=torch.float8_e4m3fn)
+LATENTS = Kind(576, torch.bfloat16, (None,), value_dim=512)
 COMPILING = (pytest.mark.gpu, pytest.mark.timeout(450))
 
 
@@ -106,6 +110,7 @@ def _workspace(request: pytest.FixtureRequest, place: str) -> None:
 @cases(
     Kind(64, torch.bfloat16, (None, 37), softcap=20.0, kv_dtype=torch.float8_e4m3fn),
     bfloat16=PLAIN,
+    latents=LATENTS,
     kv_of_eight_bits=EIGHT_BITS,
     window_and_cap=WINDOW_AND_CAP,
 )
@@ -135,7 +140,13 @@ def test_rows_that_share_their_first_pages_equal_the_reference(
             assert_site_parity(backend, site, batch)
 
 
-@cases(WINDOW_AND_CAP, bfloat16=PLAIN, kv_of_eight_bits=EIGHT_BITS, window_and_cap=WINDOW_AND_CAP)
+@cases(
+    WINDOW_AND_CAP,
+    bfloat16=PLAIN,
+    latents=LATENTS,
+    kv_of_eight_bits=EIGHT_BITS,
+    window_and_cap=WINDOW_AND_CAP,
+)
 def test_captured_decodes_are_planned_in_one_call_and_equal_the_reference(
     caplog: pytest.LogCaptureFixture, place: str, kind: Kind, page_size: int
 ) -> None:

@@ -22,7 +22,7 @@ from aserve.gpu.kv.layer_groups import AttentionInputs
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.messages.base import ArrayI32
 from tests.fakes.flashinfer import LISTED_IN_TORCH, FakeFlashInfer
-from tests.gpu.attention.backend_parity import HEAD_DIM, HEADS, Layout, fill, layer, random
+from tests.gpu.attention.backend_parity import HEADS, Layout, fill, layer, random
 from tests.gpu.attention.test_flashinfer import site_of
 from tests.gpu.device_tables import device_batch
 from tools.gpu_check.recorded_graphs import record
@@ -43,9 +43,10 @@ class Replays:
         self.plan = self.backend.static_plans.make(shape)
         self.batch = device_batch([shape.width] * shape.num_rows, [0] * shape.num_rows)
         self.batch.rows.zero_()
-        heads = layout.layer.num_heads + 2 * layout.layer.num_kv_heads
+        heads = layout.layer.num_heads + layout.layer.num_stored_heads
         num_tokens = shape.num_rows * shape.width
-        self.qkv = torch.zeros((num_tokens, heads, HEAD_DIM), dtype=layout.dtype)
+        sizes = num_tokens, heads, layout.layer.head_dim
+        self.qkv = torch.zeros(sizes, dtype=layout.dtype)
         self.captured = record(self._body)
 
     def set(self, kv_lens: list[int]) -> None:

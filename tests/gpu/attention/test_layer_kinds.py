@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aserve.errors import BugError, ConfigError
-from aserve.gpu.attention.base import AttentionSite
+from aserve.gpu.attention.base import AttentionSite, Capabilities, own_plan
 from aserve.gpu.attention.reference import TorchReference
 from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.attention.select import build_attention
@@ -24,6 +24,7 @@ from aserve.gpu.step.forward_batch import ForwardBatch, ForwardOverrides
 from tests.gpu.attention.backend_parity import layer, random
 from tests.gpu.device_tables import CPU, device_batch, make_pools
 
+NO_BLOCKS = ("paged-cpu", "triton")
 PAGE_SIZE = 4
 LEN = 7  # tokens of the one row
 LATENT = LayerSpec(0, num_heads=4, num_kv_heads=1, head_dim=8, scale=0.3, value_dim=6)
@@ -136,13 +137,14 @@ def test_a_query_sees_the_keys_that_the_mask_of_its_layer_admits(
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["paged-cpu", "paged-sdpa", "triton"])
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("name", "changes", "message"),
     [
-        ({"mask": Mask.NONE}, r"mask none \(has causal\)"),
-        ({"mask": Mask.BLOCK_CAUSAL}, r"mask block-causal \(has causal\)"),
-        ({"value_dim": 4}, "latent KV"),
+        *(
+            (name, {"mask": Mask.BLOCK_CAUSAL}, r"mask block-causal \(has causal, none\)")
+            for name in NO_BLOCKS
+        ),
+        ("paged-sdpa", {"value_dim": 4, "num_kv_heads": 1}, "latent KV"),
     ],
 )
 def test_a_backend_is_refused_for_layers_that_it_lacks(
@@ -210,7 +212,7 @@ def test_a_draft_tree_is_verified_in_one_forward_and_its_accepted_path_compacted
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_a_tree_mask_stays_with_its_rows_when_a_batch_is_padded_or_split() -> None:
+def test_a_tree_mask_stays_with_its_rows_when_a_batch_is_padded() -> None:
     pools = pools_of(layer())
     overrides = ForwardOverrides(tree_mask=TREE_MASK, rope_positions=torch.tensor(DEPTHS))
     made = ForwardBatch.init_new(device_batch([5], [PREFIX]), pools, overrides)
@@ -225,20 +227,26 @@ def test_a_tree_mask_stays_with_its_rows_when_a_batch_is_padded_or_split() -> No
     pools.layers[0].values[0] = 0  # slot 0 takes what padding writes
     got = run.bind(padded, None)(layer(), AttentionInputs(more))
     assert torch.equal(got[:5], expected)
-    first, rest = padded.split(1)
-    assert first.tree_mask is not None
-    assert torch.equal(first.tree_mask, TREE_MASK)
-    assert rest.rope_positions.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("name", ["triton"])
-def test_a_backend_without_tree_masks_refuses_them(name: str) -> None:
+def test_a_backend_without_tree_masks_refuses_them() -> None:
     pools = pools_of(layer(), dtype=torch.float32)
-    site = AttentionSite(pools, group_layers((layer(),)), torch.float32, CpuDevice())
-    backend = build_attention(name, site, order=()).backend
     overrides = ForwardOverrides(tree_mask=TREE_MASK)
     made = ForwardBatch.init_new(device_batch([5], [0]), pools, overrides)
     with pytest.raises(BugError, match="supports no tree masks"):
-        backend.bind(made, backend.plan(made))
-    with pytest.raises(ConfigError, match="does not support tree masks"):
-        build_attention(name, dataclasses.replace(site, has_tree_masks=True), order=())
+        own_plan(made, "a plan", str)
+    site = AttentionSite(pools, group_layers((layer(),)), torch.float32, CpuDevice())
+    assert [*Capabilities().refusals(dataclasses.replace(site, has_tree_masks=True))] == [
+        "tree masks"
+    ]
+
+
+def test_the_kernels_of_triton_verify_no_tree_where_bits_must_be_the_same() -> None:
+    """A node's keys lie at other places than those of a decode, so its sums have another order."""
+    pools = pools_of(layer(), dtype=torch.float32)
+    site = AttentionSite(
+        pools, group_layers((layer(),)), torch.float32, CpuDevice(), is_deterministic=True
+    )
+    assert build_attention("triton", site, order=()).name == "triton"
+    with pytest.raises(ConfigError, match="other bits than those of plain decoding"):
+        build_attention("triton", dataclasses.replace(site, has_tree_masks=True), order=())

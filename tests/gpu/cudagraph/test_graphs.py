@@ -52,16 +52,29 @@ async def test_nothing_is_captured_while_a_step_waits() -> None:
     assert tokens == plain_outputs(HashModel(), request("plain", PROMPT, max_tokens=5))
 
 
-def test_a_failing_capture_leaves_its_kind_of_sampling_eager_with_one_warning(
+def test_a_failing_capture_leaves_larger_steps_eager_and_smaller_ones_with_graphs(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    asked = [request(f"r{seed}", PROMPT[seed:], seed=seed) for seed in range(3)]
+    """Captures go from 4 rows to 1: the first of noise fails, and those of 2 rows and 1 succeed."""
+    asked = [request(f"r{seed}", PROMPT[seed:], seed=seed, temperature=1.0) for seed in range(3)]
     device = GraphDevice(failing_captures={2})
     executor = make_executor(HashModel(), device=device, graph_rows=4)
     with caplog.at_level(logging.WARNING, logger="aserve.gpu.cudagraph.graphs"):
         served = serve(captured(executor), asked)
     assert served.outputs == plain_tokens(asked)
-    assert device.num_captures == 7  # of 9: two of noise were given up
+    assert device.num_captures == 9  # those of 3 rows are not tried again
+    assert device.num_replays > 2
     [record] = [each for each in caplog.records if each.name == "aserve.gpu.cudagraph.graphs"]
-    words = "sampling=noise run without graphs, because capturing 4 rows failed"
+    words = "steps with rows=4 or more, width=1 and sampling=noise run without graphs"
     assert words in record.getMessage()
+
+
+def test_a_graph_that_was_captured_before_a_smaller_one_failed_is_replayed() -> None:
+    asked = [
+        request(f"r{seed}", PROMPT[:3], seed=seed, max_tokens=12, temperature=1.0)
+        for seed in range(4)
+    ]
+    device = GraphDevice(failing_captures={5})  # noise with 2 rows
+    served = serve(captured(make_executor(HashModel(), device=device, graph_rows=4)), asked)
+    assert served.outputs == plain_tokens(asked)
+    assert device.num_replays > 2

@@ -81,7 +81,7 @@ async def test_a_device_is_registered_from_outside_by_one_row() -> None:
     for asked in (opened[0].prepare, opened[0].norm, fused.can_run, fused.can_step):
         assert asked.called
     assert open_device("auto", devices).about == "a stand-in (auto)"
-    with pytest.raises(ConfigError, match="supported: auto, cpu, cuda, stand-in"):
+    with pytest.raises(ConfigError, match="supported: auto, cpu, cuda, mlx, stand-in"):
         open_device("tpu", devices)
 
 
@@ -104,7 +104,7 @@ def own(device: Device, dtype: torch.dtype, *, is_deterministic: bool) -> set[st
             CpuDevice(),
             [torch.float32, torch.bfloat16],
             False,
-            KERNELS | {"fused_step", "suffix_match"},
+            KERNELS | {"fused_draft", "fused_step", "suffix_match"},
         ),
         (CpuDevice(), [torch.float64, torch.float16], False, set()),
         # The other kernels of the CPU do not keep a token's bits.

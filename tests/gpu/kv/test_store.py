@@ -36,7 +36,7 @@ from aserve.gpu.layers.rope import RopeInputs, Rotary
 from aserve.gpu.layers.rope_scaling import DefaultRope
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.messages.base import array_f32
-from aserve.option import options_of
+from aserve.options.option import options_of
 from aserve.tiny import MODEL_DIR
 from aserve_kernels import rope_and_store_kv
 from tests.fakes.hash_model import HashModel

@@ -47,7 +47,7 @@ def test_a_position_beyond_max_model_len_is_an_error() -> None:
 def axes_rotary() -> Rotary:
     """Of four pairs, the first uses the first axis, two the second, and one the third."""
     return Rotary(
-        PLAIN, HEAD_DIM, max_model_len=512, dtype=torch.float64, device=CPU, sections=(1, 2, 1)
+        PLAIN, HEAD_DIM, max_model_len=512, dtype=torch.float64, device=CPU, pair_axes=(0, 1, 1, 2)
     )
 
 

@@ -134,7 +134,8 @@ def test_a_compiled_step_gives_the_tokens_of_merged_models(
     """With a named attention backend the operators run one by one."""
     step = Mock(side_effect=CompiledForward.step)
     monkeypatch.setattr(CompiledForward, "step", lambda *given: step(*given))
-    ops = CpuDevice().ops(torch.float32, is_deterministic=False)
+    device = CpuDevice()
+    ops = device.ops(torch.float32, is_deterministic=False)
     tables = LoraTables(max_loras=3, max_rank=16, ops=ops.lora_ops())
     target = Target(prepare=prepare_tiled, elementwise=ops.elementwise, wrap=tables.wrap)
     model = load_model(MODEL_DIR, dtype="float32", target=target)
@@ -144,7 +145,8 @@ def test_a_compiled_step_gives_the_tokens_of_merged_models(
         of_slot(i % 4, request(f"r{i}", [*PREFIX, 20 + i], max_tokens=12)) for i in range(8)
     ]
     options: dict[str, Any] = {"max_rows": 8, "num_pages": 100, "debug_checks": False}
-    served = serve(make_executor(model, loras=tables, attention=attention, **options), requests)
+    executor = make_executor(model, device=device, loras=tables, attention=attention, **options)
+    served = serve(executor, requests)
     for each in requests:
         expected = plain_run(merged[each.lora_slot], each)
         assert served.outputs[each.request_id, 0] == expected.tokens

@@ -109,6 +109,14 @@ def test_what_is_absent_has_the_families_defaults() -> None:
         ({"architectures": None}, "architectures is missing"),
         ({"text_config": 3}, "text_config is 3; expected an object"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "expected none, mxfp4, or fp8 with a weight_block_size",
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
+            "weight_block_size is [128]; expected two positive integers",
+        ),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; expected at most 1.0"),
         ({"partial_rotary_factor": 0.4}, "partial_rotary_factor rotates 3 of 8 elements of"),
         (

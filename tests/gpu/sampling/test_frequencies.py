@@ -12,7 +12,8 @@ import torch
 from aserve.gpu.sampling.draw import add_noise
 from aserve.gpu.sampling.gumbel import gumbel_noise
 from tests.gpu.batch_builder import greedy
-from tests.gpu.naive_sampler import naive_noise, naive_set
+from tests.gpu.frequencies import assert_frequencies, naive_probs
+from tests.gpu.naive_sampler import naive_noise
 from tests.gpu.sampler_run import DrawAt, run_sampler
 
 NUM_DRAWS = 20_000
@@ -36,21 +37,7 @@ def test_drawn_frequencies_are_the_probabilities_of_the_set(name: str) -> None:
     drawn = [DrawAt(1, position) for position in range(NUM_DRAWS)]
     tokens = run_sampler(LOGITS.repeat(NUM_DRAWS, 1), [init], [[0]], drawn).tokens
     counts = np.bincount(tokens.numpy(), minlength=len(LOGITS))
-    scaled = LOGITS.double().numpy() / init.temperature
-    members = sorted(naive_set(scaled, init))
-    assert counts[members].sum() == NUM_DRAWS
-    probs = np.exp(scaled[members]) / np.exp(scaled[members]).sum()
-    assert chi_square(counts[members], NUM_DRAWS * probs) < chi_square_bound(len(members) - 1)
-
-
-def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
-    return float(((counts - expected) ** 2 / expected).sum())
-
-
-def chi_square_bound(freedom: int) -> float:
-    """Exceeded once in 30,000 (Wilson and Hilferty, 4 sigma)."""
-    part = 2 / (9 * freedom)
-    return float(freedom * (1 - part + 4 * math.sqrt(part)) ** 3)
+    assert_frequencies(counts, naive_probs(LOGITS.double().numpy(), init))
 
 
 def test_a_token_of_probability_one_in_a_million_is_drawn_at_that_rate() -> None:

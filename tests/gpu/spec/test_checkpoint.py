@@ -19,6 +19,7 @@ from aserve.gpu.spec.checkpoint import (
     check_vocabulary,
     check_windows,
     decoder_name,
+    draft_windows,
     load_draft_model,
     read_draft_config,
     read_integers,
@@ -88,6 +89,26 @@ def test_a_drafter_that_does_not_fit_is_refused(tmp_path: Path, target: CausalMo
     check_layer_ids(fields, (0, 5), target)
     assert isinstance(target, Decoder)
     assert target_embeddings(target, read_draft_config(MODEL_DIR)) is target.embeddings
+
+
+SLIDES = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        ({"sliding_window": 8}, (None,)),  # as in Llama, to which it means nothing
+        (SLIDES, (8,)),
+        ({**SLIDES, "max_window_layers": 28}, (None,)),
+        ({"sliding_window": 8, "layer_types": ["sliding_attention"]}, (8,)),
+        ({"sliding_window": 8, "layer_types": ["full_attention"] * 36}, (None,)),  # the target's
+    ],
+)
+def test_windows_are_read_from_the_drafters_own_config(
+    tmp_path: Path, fields: dict[str, object], windows: tuple[int | None]
+) -> None:
+    config = read_draft_config(write_draft(tmp_path, {}, {**CONFIG, **fields}))
+    assert draft_windows(config.fields) == windows
 
 
 def test_layers_may_be_described_in_an_object_of_their_own(tmp_path: Path) -> None:

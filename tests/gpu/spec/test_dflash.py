@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,9 @@ def make(*, num_drafts: int | None = 7, path: Path | None = None, **options: Any
 
 
 @pytest.mark.parametrize(("pace", "page_size"), [((1, 1), 16), ((2, 2), 1), ((3, 3), 4)])
-def test_tokens_are_those_of_plain_decoding(pace: tuple[int, int], page_size: int) -> None:
+def test_b22_tokens_are_those_of_plain_decoding_with_penalties_too(
+    pace: tuple[int, int], page_size: int
+) -> None:
     asked = [
         request("greedy", PROMPT, max_tokens=40),
         request("warm", PROMPT[:5], max_tokens=30, temperature=0.8, seed=3),
@@ -58,7 +61,11 @@ def test_tokens_are_those_of_plain_decoding(pace: tuple[int, int], page_size: in
     assert any(batch.verify is not None for batch in served.batches)
 
 
-def test_it_accepts_exactly_what_plain_pytorch_accepted() -> None:
+def test_its_attention_is_not_that_of_the_reference() -> None:
+    assert "the drafter's paged-sdpa," in make().about
+
+
+def test_b21_it_accepts_exactly_what_plain_pytorch_accepted() -> None:
     """The number of windows is as sharp as that: one more would come of a causal block."""
     [measured] = [each for each in EXPECTED["drafters"]["dflash"] if each["num_drafts"] == 7]
     asked = [
@@ -95,7 +102,7 @@ def test_its_kv_is_the_projection_of_the_targets_hidden_states() -> None:
             expected[layer.index] = torch.cat((keys, heads[1]), dim=1)
             return keys
 
-        model.write_context(torch.cat(capture.layers, dim=1), positions, keep)
+        model.write_context(model.context(tuple(capture.layers)), positions, keep)
         for layer, wanted in expected.items():
             kv = runner.state.draft_pools.layers[layer]
             slots = runner.state.pools.slots(kv.group, torch.ones_like(positions), positions)
@@ -124,6 +131,39 @@ def test_drafting_leaves_the_targets_pools_alone(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(dflash.BlockDrafter, "draft", watched)
     serve(executor, [request("text", PROMPT, max_tokens=20)])
     assert num_compared
+
+
+def test_a_row_with_fewer_drafts_than_others_has_a_block_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The places behind a shorter block hold anything, and tokens see what is behind them."""
+    executor, draft = make(), dflash.BlockDrafter.draft
+    model = executor._runner.drafter
+    assert model is not None
+    logits = model.logits
+    read: list[Tensor] = []
+    lacking: list[int] = []
+
+    def reading(hidden: Tensor) -> Tensor:
+        read.append(hidden)
+        return logits(hidden)
+
+    def watched(self: dflash.BlockDrafter, runner: Any, rows: DraftRows) -> Drafts:
+        found = draft(self, runner, rows)
+        together = read[-1].view(len(rows.rows), rows.num_drafts, -1)
+        for place, count in enumerate(rows.counts.tolist()):
+            names = ("rows", "lens", "roots", "counts")
+            own = {name: getattr(rows, name)[place : place + 1] for name in names}
+            draft(self, runner, dataclasses.replace(rows, num_drafts=count, **own))
+            torch.testing.assert_close(together[place, :count], read[-1])
+            lacking.append(rows.num_drafts - count)
+        return found
+
+    monkeypatch.setattr(model, "logits", reading)
+    monkeypatch.setattr(dflash.BlockDrafter, "draft", watched)
+    lens = (40, 33, 26, 18)
+    serve(executor, [request(f"r{num}", PROMPT[: 4 + num], max_tokens=num) for num in lens])
+    assert max(lacking) >= 3
 
 
 def as_speculators(config: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -24,13 +25,14 @@ from aserve.gpu.models.load import make_loader
 from aserve.gpu.spec import eagle, eagle3
 from aserve.gpu.spec.base import HiddenWants
 from aserve.gpu.spec.eagle3 import Eagle3Model
+from aserve.gpu.spec.fixed_tree import tree_of
 from aserve.gpu.spec.mode import Speculative
 from aserve.gpu.spec.recurrent import RecurrentChain
 from aserve.gpu.spec.recurrent_model import RecurrentModel
-from aserve.gpu.spec.recurrent_tree import RecurrentTree
+from aserve.gpu.spec.recurrent_tree import RecurrentTree, TreeShape
 from aserve.gpu.spec.request import DraftRequest, SpecOptions
 from aserve.gpu.spec.tree_growth import TreeSize
-from aserve.messages.base import array_i32
+from aserve.messages.base import array_i32, pack_i32
 from aserve.messages.requests import AdmitRequest
 from aserve.tiny import DRAFTERS_DIR, MODEL_DIR
 from tests.fakes.hidden_draft import pool_kv, scratch_kv, text_of
@@ -85,11 +87,12 @@ def num_windows(served: Served, asked: list[AdmitRequest]) -> int:
         ({}, {"depth": 1, "lead": 1, "page_size": 1, "num_pages": 300}),
         (TREE, {"depth": 1, "lead": 1, "page_size": 16}),
         (TREE, {"depth": 2, "lead": 2, "page_size": 1, "num_pages": 300}),
+        ({"token_tree": "static"}, {"depth": 2, "lead": 2, "page_size": 16, "num_pages": 300}),
         ({}, {"depth": 3, "lead": 3, "page_size": 16, "max_batched_tokens": 12}),  # chunks
     ],
 )
-def test_tokens_and_draft_kv_are_exact(
-    algorithm: str, shape: dict[str, int], settings: dict[str, Any]
+def test_b03_b08_tokens_and_draft_kv_are_exact(
+    algorithm: str, shape: dict[str, Any], settings: dict[str, Any]
 ) -> None:
     executor = make(spec(algorithm, **shape), dtype="float64", **settings)
     served = serve(executor, ASKED, chaos=2)
@@ -136,6 +139,20 @@ def test_a_tree_accepts_more_than_a_chain() -> None:
         return num_windows(serve(executor, asked), asked)
 
     assert windows(topk=4, num_draft_tokens=16) < windows()
+
+
+def test_a_static_tree_stands_beside_a_prediction() -> None:
+    """A row with a prediction verifies a chain of more drafts than the tree has, as long as it may
+    have so many tokens."""
+    long = request("long", PROMPTS[2], max_tokens=60)
+    expected = plain_tokens([long], target())["long", 0]
+    asked = [msgspec.structs.replace(long, prediction_ids=pack_i32(expected)), ASKED[1]]
+    executor = make(spec("EAGLE", token_tree="static"), dtype="float64", depth=1, lead=1)
+    served = serve(executor, asked)
+    assert served.outputs == {("long", 0): expected, ("warm", 0): plain()["warm", 0]}
+    longest = [array_i32(batch.query_lens).max() for batch in served.batches if batch.verify]
+    assert max(longest) == 27  # the tree has 25 nodes
+    assert num_windows(served, asked) <= 20
 
 
 def head_shapes(size: int = 64, *, draft_vocab: int = 2048) -> Shapes:
@@ -220,7 +237,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_each_variant_of_eagle_3_computes_its_formula(tmp_path: Path, variant: str) -> None:
+def test_b02_each_variant_of_eagle_3_computes_its_formula(tmp_path: Path, variant: str) -> None:
     shapes = {**head_shapes(), **VARIANTS[variant]}
     config = {**HEAD_CONFIG, "eagle_config": {**HEAD_CONFIG["eagle_config"], variant: True}}
     model = load(write_draft(tmp_path, shapes, config))
@@ -316,6 +333,8 @@ def test_a_head_that_is_missing_is_the_targets(tmp_path: Path) -> None:
         ({"draft_vocab_size": 7}, "7 of the model's 2048 tokens"),
         ({"num_hidden_layers": 2}, "missing: model.layers.1"),
         ({"norm_before_fc": True}, "missing: input_norm.weight"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 8}, r"windows of \[8\] tokens"),
+        ({"layer_types": ["sliding_attention"] * 36, "sliding_window": 8}, "a list of 1 strings"),
     ],
 )
 def test_a_drafter_that_does_not_fit_is_refused(
@@ -363,16 +382,19 @@ class Recorded:
         return hidden
 
 
-def test_a_tree_of_one_branch_computes_what_a_chain_computes() -> None:
+@pytest.mark.parametrize(
+    "shape", [TreeSize(3, 1, 3), tree_of(((0,), (0, 0), (0, 0, 0)), torch.device("cpu"))]
+)
+def test_a_tree_of_one_branch_computes_what_a_chain_computes(shape: TreeShape) -> None:
     """Tokens, positions, masks and hidden states: the model returns the same in every forward."""
 
     def run(*, is_tree: bool) -> tuple[Served, list[Tensor]]:
         loaded = eagle3.load(DraftRequest(spec("EAGLE3", num_steps=3), target(), PLAN))
         model, chain = Recorded(loaded.model), loaded.drafter
         assert isinstance(chain, RecurrentChain)
-        drafter = RecurrentTree(chain, TreeSize(3, 1, 3)) if is_tree else chain
+        drafter = RecurrentTree(chain, shape) if is_tree else chain
         mode = Speculative(drafter)
-        executor = make_executor(target(), mode=mode, drafter=model, depth=1, lead=1)
+        executor = make_executor(target(), mode=mode, drafter=model, depth=1, lead=1, graph_rows=0)
         return serve(executor, ASKED[:1]), model.last
 
     (chained, expected), (grown, got) = run(is_tree=False), run(is_tree=True)

@@ -23,6 +23,7 @@ from aserve.gpu.layers.rope import apply_rope
 from aserve.gpu.models.base import Attend, LoadPlan
 from aserve.gpu.models.config.fields import Fields
 from aserve.gpu.models.decoder import Decoder
+from aserve.gpu.models.draft_decoder import DraftDecoder
 from aserve.gpu.models.load import make_loader
 from aserve.gpu.spec.base import DraftRows, Drafts
 from aserve.gpu.spec.checkpoint import read_draft_config
@@ -38,11 +39,11 @@ from tests.gpu.spec.test_bundled_drafters import PROMPTS, run
 def test_drafting_leaves_the_targets_kv_as_it_is_and_stays_at_its_last_position(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    draft, forward, num_tokens = FrozenKv.draft, AssistantModel.forward, []
+    draft, forward, num_tokens = FrozenKv.draft, DraftDecoder.forward, []
     seen: list[Tensor] = []
 
     def noted(
-        self: AssistantModel, ids: Tensor, positions: Tensor, attend: Attend, *, hidden: Tensor
+        self: DraftDecoder, ids: Tensor, positions: Tensor, attend: Attend, *, hidden: Tensor
     ) -> Tensor:
         seen.append(positions)
         return forward(self, ids, positions, attend, hidden=hidden)
@@ -60,12 +61,12 @@ def test_drafting_leaves_the_targets_kv_as_it_is_and_stays_at_its_last_position(
         return drafts
 
     monkeypatch.setattr(FrozenKv, "draft", checked)
-    monkeypatch.setattr(AssistantModel, "forward", noted)
+    monkeypatch.setattr(DraftDecoder, "forward", noted)
     run([request("r", PROMPTS[0], max_tokens=12)], algorithm="FROZEN_KV_MTP")
     assert sum(num_tokens) >= 4
 
 
-def test_each_layer_reads_the_targets_last_layer_of_its_kind() -> None:
+def test_b24_each_layer_reads_the_targets_last_layer_of_its_kind() -> None:
     config = read_draft_config(DRAFTERS_DIR / "frozen_kv")
     kinds = {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 8}
     config = dataclasses.replace(
@@ -169,7 +170,7 @@ def write_models(directory: Path, reference: Gemma4AssistantForCausalLM) -> None
     save_file(stored, directory / "draft" / "model.safetensors")
 
 
-def test_windows_of_the_target_are_read_past_their_wrap(
+def test_b24_windows_of_the_target_are_read_past_their_wrap(
     tmp_path: Path, reference: Gemma4AssistantForCausalLM
 ) -> None:
     """Weights are random, so this is about pages: those behind the window have new owners."""

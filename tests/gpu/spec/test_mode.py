@@ -44,14 +44,13 @@ def run(drafter: Stumbling, **options: Any) -> Served:
 DRAFTERS: list[Callable[[], Stumbling]] = [
     lambda: Stumbling(4, every=3),
     lambda: Stumbling(3, every=100),
-    lambda: StumblingTree(is_dynamic=False),
-    lambda: StumblingTree(is_dynamic=True),
+    StumblingTree,
 ]
 
 
 @pytest.mark.parametrize("pace", [(1, 1), (2, 2), (3, 3)])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_tokens_are_those_of_plain_decoding(
     drafter: Callable[[], Stumbling], pace: tuple[int, int], page_size: int
 ) -> None:
@@ -64,7 +63,7 @@ def test_tokens_are_those_of_plain_decoding(
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("pace", [(1, 1), (2, 2)])
-def test_rows_with_a_grammar_verify_whole_windows(
+def test_b15_rows_with_a_grammar_verify_whole_windows(
     drafter: Callable[[], Stumbling], pace: tuple[int, int]
 ) -> None:
     asked = [

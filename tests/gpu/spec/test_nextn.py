@@ -16,8 +16,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from aserve.errors import ConfigError
+from aserve.gpu.build import BuildOptions, build_executor
+from aserve.gpu.layers.norm import RmsNorm
 from aserve.gpu.models.base import CausalModel, LoadPlan
+from aserve.gpu.models.config.model import parse_config, read_fields
+from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.models.load import make_loader
+from aserve.gpu.models.registry import FAMILIES
 from aserve.gpu.spec.frozen_kv import FrozenKv
 from aserve.gpu.spec.multi_layer import MultiLayer
 from aserve.gpu.spec.nextn import load
@@ -25,7 +30,9 @@ from aserve.gpu.spec.nextn_model import Modules
 from aserve.gpu.spec.recurrent import RecurrentChain
 from aserve.gpu.spec.registry import ALGORITHMS
 from aserve.gpu.spec.request import DraftRequest, LoadedDrafter, SpecOptions
+from aserve.gpu.weights.inventory import Inventory
 from aserve.tiny import DRAFTERS_DIR, MODEL_DIR
+from tests.gpu.drive import request, serve
 from tests.parity.dense_attend import DenseAttend
 
 BUNDLED = DRAFTERS_DIR / "mtp"
@@ -123,7 +130,7 @@ def test_a_single_module_is_recurrent_and_returns_what_left_its_norm(
     assert isinstance(bundled.model, Modules)
     hidden, logits = outputs(bundled.model, 0)
     normed, same_logits = outputs(found.model, 0)
-    torch.testing.assert_close(normed, bundled.model.modules[0]._norm(hidden))
+    torch.testing.assert_close(normed, bundled.model.modules[0].decoder.head_norm(hidden))
     torch.testing.assert_close(same_logits, logits)
 
 
@@ -147,6 +154,111 @@ def test_modules_lie_in_the_targets_own_checkpoint(tmp_path: Path) -> None:
     assert len(target.layers) == 6
     found = load(DraftRequest(SpecOptions("NEXTN"), target, PLAN, target_dir=tmp_path))
     assert isinstance(found.drafter, RecurrentChain)
+
+
+DEEPSEEK_V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "v_head_dim": 6,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+}
+
+
+DEEPSEEK_V32 = {
+    **DEEPSEEK_V3,
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "index_n_heads": 3,
+    "index_head_dim": 6,
+    "index_topk": 3,
+}
+
+
+def write_deepseek(path: Path, config: dict[str, Any]) -> None:
+    """The layer of its module is the last one, and the module's other weights are ones."""
+    (path / "config.json").write_text(json.dumps(config))
+    fields = read_fields(path)
+    family, inventory = FAMILIES[config["architectures"][0]], Inventory(torch.float32)
+    family.build(parse_config(fields, defaults=family.defaults), inventory, max_model_len=1)
+    generator = torch.Generator().manual_seed(2)
+    own = {
+        name: torch.randn(shape, generator=generator) for name, shape in inventory.shapes.items()
+    }
+    last, module = "model.layers.1.", "model.layers.2."
+    layer = {
+        name.replace(last, module): tensor.clone()
+        for name, tensor in own.items()
+        if name.startswith(last)
+    }
+    ends = {
+        **{f"{module}{name}.weight": torch.ones(16) for name in ("enorm", "hnorm")},
+        f"{module}shared_head.norm.weight": torch.ones(16),
+        f"{module}eh_proj.weight": torch.eye(16, 32),
+    }
+    save_file({**own, **layer, **ends}, path / "model.safetensors")
+
+
+@pytest.mark.parametrize("config", [DEEPSEEK_V3, DEEPSEEK_V32])
+def test_a_module_of_deepseek_has_latent_attention_and_experts(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    """It returns what the target's last layer makes of the embeddings; that of V3.2 is sparse."""
+    write_deepseek(tmp_path, config)
+    target = make_loader(tmp_path)[0].load(PLAN)
+    assert isinstance(target, Decoder)
+    found = load(DraftRequest(SpecOptions("NEXTN"), target, PLAN, target_dir=tmp_path))
+    assert isinstance(found.model, Modules)
+    ids = torch.tensor([3, 17, 5, 39])
+    zeros = torch.zeros(4, 16)
+    got = found.model.forward(ids, torch.arange(4), DenseAttend(), hidden=zeros)
+    norm = RmsNorm(torch.ones(16), eps=1e-6)
+    hidden = norm(target.embeddings[ids])
+    normed = target.blocks[0].before_next(hidden, zeros)[1]
+    cos_sin = target.rotaries[0].at(torch.arange(4))
+    made, _ = target.blocks[1](hidden, normed, cos_sin, DenseAttend())
+    torch.testing.assert_close(got, norm(made))
+    assert all(bool(layer.index_dim) is (config is DEEPSEEK_V32) for layer in found.model.layers)
+
+
+def test_a_sparse_module_drafts_for_a_sparse_model(tmp_path: Path) -> None:
+    """The drafter has index keys of its own, over the page tables of the model. Some rows are
+    retracted."""
+    write_deepseek(tmp_path, DEEPSEEK_V32)
+    asked = [request(f"r{n}", [1 + n, 5, 9, 2 + n], max_tokens=20) for n in range(4)]
+    served = [
+        serve(
+            build_executor(
+                BuildOptions(
+                    tmp_path,
+                    dtype="float64",
+                    page_size=4,
+                    num_pages=16,
+                    max_rows=4,
+                    debug_checks=True,
+                    speculative=SpecOptions("NEXTN", num_steps=2) if drafts else None,
+                )
+            ),
+            asked,
+        )
+        for drafts in (False, True)
+    ]
+    assert served[1].outputs == served[0].outputs
+    assert served[1].num_retracted > 0
+    assert any(batch.verify is not None for batch in served[1].batches)
 
 
 def test_fewer_steps_use_the_first_modules(target: CausalModel) -> None:
@@ -175,6 +287,8 @@ def test_what_does_not_fit_is_refused(target: CausalModel, tmp_path: Path) -> No
         (BUNDLED, {"num_steps": 4}, "has 3 modules, which draft one token each"),
         (BUNDLED, {"topk": 2}, "NEXTN drafts a chain"),
         (write(tmp_path / "wide", deepseek, hidden_size=64), {}, "hidden_size is 64"),
+        (write(tmp_path / "slides", deepseek, use_sliding_window=True), {}, "see all tokens"),
+        (BUNDLED, {"token_tree": "static"}, "NEXTN drafts a chain"),
     ):
         with pytest.raises(ConfigError, match=message):
             load_from(target, directory, **options)

@@ -12,16 +12,19 @@ from torch import Tensor
 from aserve.gpu.spec.base import Drafter
 from aserve.gpu.spec.ngram import NgramDrafter
 from aserve.gpu.spec.prediction import NUM_PREDICTED, Predicted
+from aserve.gpu.step.ticket import StepTicket
 from aserve.messages.base import array_i32, pack_i32
 from aserve.messages.requests import AdmitRequest, Grammar
+from aserve.messages.step import ScheduleBatch
+from aserve_kernels.histories import Histories
 from aserve_kernels.suffix_match import (
     TORCH_SUFFIX_MATCH,
-    Histories,
     MatchWindow,
     SuffixMatch,
     Texts,
 )
 from tests.fakes.drafters import Stumbling, StumblingTree
+from tests.fakes.graph_device import GraphDevice
 from tests.fakes.hash_model import VOCAB, HashModel
 from tests.gpu.drive import Served, make_executor, request, serve
 from tests.gpu.plain_engine import plain_outputs, plain_tokens
@@ -67,7 +70,7 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "none": lambda: None,
     "lookup": lambda: NgramDrafter(3, MatchWindow(1, 4), TORCH_SUFFIX_MATCH),
     "target": lambda: Stumbling(4, every=3),
-    "tree": lambda: StumblingTree(is_dynamic=True),
+    "tree": StumblingTree,
 }
 
 
@@ -102,11 +105,35 @@ def test_predictions_survive_a_small_pool_and_chunks() -> None:
 def test_a_text_goes_on_behind_what_is_changed_in_it(
     edit: Callable[[list[int]], list[int]], most_windows: int
 ) -> None:
-    for drafter, num_trees in ((None, 0), (StumblingTree(is_dynamic=True), 2)):
+    for drafter, num_trees in ((None, 0), (StumblingTree(), 2)):
         served = run([predicted(LONG, edit)], drafter, depth=1, lead=1)
         # For 40 tokens; at the end there is room for a tree only.
         assert len(served.batches) <= 1 + most_windows + num_trees
     assert NUM_PREDICTED == 24
+
+
+def test_wide_windows_are_replayed_once_a_step_has_had_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but every fifth token is right, so several windows have the full width."""
+    device = GraphDevice()
+    asked = [predicted(LONG, lambda text: [token + (not n % 5) for n, token in enumerate(text)])]
+    mode = Predicted(None, TORCH_SUFFIX_MATCH)
+    options: dict[str, Any] = {"depth": 1, "lead": 1, "attention": "torch-ref", "graph_rows": 1}
+    executor = make_executor(HashModel(), mode=mode, device=device, **options)
+    widest: list[ScheduleBatch] = []
+    launch = executor.launch
+
+    def launch_after_capture(*batches: ScheduleBatch) -> StepTicket:
+        # Graphs are captured while the executor has no step, so the second wide one waits for it.
+        if widest:
+            assert device.has_captured.wait(60)
+        widest.extend(batch for batch in batches if len(array_i32(batch.input_ids)) == 25)
+        return launch(*batches)
+
+    monkeypatch.setattr(executor, "launch", launch_after_capture)
+    served = serve(executor, asked)
+    assert served.outputs == plain_tokens(asked, HashModel())
+    assert device.num_captures == 1
+    assert 1 <= device.num_replays == len(widest) - 1
 
 
 def test_only_rows_with_a_prediction_have_windows_in_a_plain_engine() -> None:
@@ -135,7 +162,7 @@ def test_a_row_with_little_room_has_a_tree_beside_a_row_with_a_chain() -> None:
     """It may not accept more than the depth of a tree, which the scheduler counts with."""
     brief = request("brief", PROMPT[7:13], max_tokens=6)
     asked = [predicted(LONG, list), predicted(brief, lambda text: [*text[:4], text[4] + 1])]
-    mode = Predicted(StumblingTree(is_dynamic=True), TORCH_SUFFIX_MATCH)
+    mode = Predicted(StumblingTree(), TORCH_SUFFIX_MATCH)
     served = serve(make_executor(HashModel(), mode=mode, attention="torch-ref"), asked)
     assert served.outputs == plain_tokens([LONG, brief], HashModel())
     second, third = (batch.kv_lens for batch in served.batches[1:3])

@@ -31,7 +31,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_draft_kv_equals_a_prefill_from_scratch(options: dict[str, Any]) -> None:
+def test_b01_draft_kv_equals_a_prefill_from_scratch(options: dict[str, Any]) -> None:
     model, target = HiddenDraft(), HashModel()
     chain = RecurrentChain(model, 3, hidden_size=target.hidden_size, wants=AFTER_NORM)
     executor = make_executor(target, mode=Speculative(chain), drafter=model, **options)
@@ -44,3 +44,25 @@ def test_draft_kv_equals_a_prefill_from_scratch(options: dict[str, Any]) -> None
         hidden = target_hidden(target, text)
         expected = scratch_kv(model, torch.tensor(text[1:]), hidden[:-1])
         torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("pace", [(1, 1), (2, 2)])
+def test_b06_draft_kv_is_exact_behind_the_wrap_of_a_sliding_window(pace: tuple[int, int]) -> None:
+    """Rejected drafts stay in no page that a later token sees, and no page is freed too early."""
+    window = 6
+    model, target = HiddenDraft(window=window), HashModel(window=window)
+    chain = RecurrentChain(model, 3, hidden_size=target.hidden_size, wants=AFTER_NORM)
+    settings: dict[str, Any] = {"depth": pace[0], "lead": pace[1], "page_size": 2}
+    executor = make_executor(target, mode=Speculative(chain), drafter=model, **settings)
+    served = serve(executor, ASKED, chaos=2)
+    assert served.outputs == plain_tokens(ASKED, target)
+    texts = [text_of(asked, served) for asked in ASKED]
+    last = [len(text) - window for text in texts]
+    kept = [pool_kv(executor, text, group=1, first=n) for text, n in zip(texts, last, strict=True)]
+    assert any(kept)
+    for text, first, found in zip(texts, last, kept, strict=True):
+        expected = scratch_kv(model, torch.tensor(text[1:]), target_hidden(target, text)[:-1])
+        keys, values = (part[first:] for part in expected[0])
+        torch.testing.assert_close(
+            (found or {0: (keys, values)})[0], (keys, values), atol=1e-5, rtol=0
+        )

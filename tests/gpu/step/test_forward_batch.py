@@ -113,15 +113,3 @@ def test_a_batch_reshaped_after_another_plan_keeps_it_and_raises_in_debug_mode()
     assert made.padded(4).plan == "plan"
     with pytest.raises(BugError, match="planned for 2 rows and 2 tokens, has 4 and 4"):
         debugged.padded(4).needs_attention_plan()
-
-
-def test_a_split_batchs_children_start_unplanned() -> None:
-    made = forward([1, 3], [5, 2])
-    made.mark_attention_planned("plan")
-    first, rest = made.split(1)
-    assert first.needs_attention_plan()
-    assert rest.needs_attention_plan()
-    assert contents(first) == contents(forward([1], [5]))
-    assert rest.cache_positions.tolist() == [2, 3, 4]
-    assert rest.token_to_row.tolist() == [0, 0, 0]
-    assert rest.cu_query_lens.tolist() == [0, 3]

@@ -13,9 +13,16 @@ from aserve_kernels.cpu.build import KernelBuildError, KernelVariant, build_kern
 
 VARIANTS = [KernelVariant("draw", "float32"), KernelVariant("rms_norm", "float32")]
 
-BUILD = """
+START = """
+import logging
+logging.basicConfig(level="INFO")
+import torch
 from tests.kernels.cpu.test_build import VARIANTS
-from aserve_kernels.cpu.build import build_kernels, missing_kernels
+from aserve_kernels.cpu.build import missing_kernels
+from aserve_kernels.cpu.rms_norm import compile_rms_norm, rms_norm
+"""
+BUILD = """
+from aserve_kernels.cpu.build import build_kernels
 assert missing_kernels(VARIANTS) == VARIANTS
 seen = []
 build_kernels(VARIANTS, num_processes=2, on_progress=lambda *step: seen.append(step))
@@ -23,12 +30,6 @@ assert seen == [(0, 2), (1, 2), (2, 2)], seen
 assert not missing_kernels(VARIANTS)
 """
 USE = """
-import logging
-logging.basicConfig(level="INFO")
-import torch
-from tests.kernels.cpu.test_build import VARIANTS
-from aserve_kernels.cpu.build import missing_kernels
-from aserve_kernels.cpu.rms_norm import compile_rms_norm, rms_norm
 print(len(missing_kernels(VARIANTS)))
 compile_rms_norm(torch.float32)
 assert rms_norm(torch.ones(1, 1), torch.ones(1), 0.0) == 1
@@ -46,9 +47,10 @@ def ran(program: str, cache: Path, **environment: str) -> tuple[str, str]:
 
 @pytest.mark.slow
 def test_built_kernels_are_loaded_and_another_processor_builds_its_own(tmp_path: Path) -> None:
-    ran(BUILD, tmp_path)
-    assert ran(USE, tmp_path) == ("0", "")  # nothing was compiled: that is logged
-    missing, log = ran(USE, tmp_path, NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="")
+    """Workers compile, so the process that started them is the first to load what they left."""
+    built = ran(START + BUILD + USE, tmp_path)
+    assert built == ("0", "")  # nothing was compiled: that is logged
+    missing, log = ran(START + USE, tmp_path, NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="")
     assert missing == "2"
     assert "compiling a kernel" in log
 

@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from aserve_kernels.cpu.bf16 import Floats
 from aserve_kernels.cpu.gemm import (
     OUTPUTS,
     ROWS,
+    compile_grouped_linear,
     compile_packed_linear,
     pack,
+    packed_grouped_linear,
     packed_linear,
     packed_linear_ref,
 )
@@ -48,3 +51,16 @@ def test_a_row_is_the_same_whatever_stands_beside_it(dtype: torch.dtype) -> None
     together = packed_linear(x, packed, bias)
     for row in range(len(x)):
         assert torch.equal(packed_linear(x[row : row + 1], packed, bias)[0], together[row])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_each_experts_rows_are_those_of_its_own_product(dtype: torch.dtype) -> None:
+    compile_grouped_linear(dtype)
+    weights, x = draw(3, 40, 34, dtype=dtype), draw(15, 34, dtype=dtype)
+    biases = draw(3, 40, dtype=torch.float32).numpy()
+    packed: Floats = np.array([pack(weight) for weight in weights])
+    starts, ends = np.array([2, 5, 5], np.int32), np.array([4, 5, 14], np.int32)
+    y = packed_grouped_linear(x, packed, biases, starts, ends)
+    for expert, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        own = packed_linear(x[start:end], packed[expert], biases[expert])
+        assert torch.equal(y[start:end], own)

@@ -29,6 +29,16 @@ def test_heads_of_every_width_equal_the_reference(
     make(ROWS, head_dim=head_dim, dtype=dtype).assert_equals_reference(attend, Scoring(0.3, 90))
 
 
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_sinks_join_the_softmax(num_workers: int) -> None:
+    """A sink below all scores, sinks among them, and one so far above that nothing else is left."""
+    op.compile_paged_attention(torch.float32, num_workers)
+    attend = partial(op.paged_attention, num_workers=num_workers)
+    sinks = torch.tensor([-60.0, 0.0, 2.0, 300.0, -torch.inf, 1.0])
+    case = make(ROWS, dtype=torch.float32)
+    case.assert_equals_reference(attend, Scoring(0.3, 90, sinks=sinks))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [None, 30, 90])
 @pytest.mark.parametrize("head_dim", [24, 256])

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from aserve_kernels.cpu.suffix_match import compile_suffix_match, continue_history, continue_text
+from aserve_kernels.histories import Histories
 from aserve_kernels.suffix_match import (
     TORCH_SUFFIX_MATCH,
-    Histories,
     MatchWindow,
     SuffixMatch,
     Texts,
@@ -62,14 +62,14 @@ def match(source: list[int], suffix: list[int], near: int) -> tuple[int, int]:
     return (best, length_at(best)) if source else (0, 0)
 
 
-def continued(tokens: list[int], window: MatchWindow) -> list[int]:
+def continued(tokens: list[int], window: MatchWindow) -> tuple[list[int], int]:
     end, length = match(tokens[:-1], tokens[-window.longest :], len(tokens) - 2)
     if length < window.shortest:
-        return [tokens[-1]] * NUM_DRAFTS
+        return [tokens[-1]] * NUM_DRAFTS, 0
     drafts = list(tokens)
     for _ in range(NUM_DRAFTS):
         drafts.append(drafts[end + 1 + len(drafts) - len(tokens)])
-    return drafts[len(tokens) :]
+    return drafts[len(tokens) :], length
 
 
 def of_text(tokens: list[int], text: list[int], num_outputs: int, window: MatchWindow) -> list[int]:
@@ -89,8 +89,9 @@ def test_drafts_follow_the_longest_suffix(form: SuffixMatch, window: MatchWindow
         lens = [1, 2, *(chance.randrange(1, 40) for _ in range(num_rows))]
         rows = [letters(k=size) for size in lens]
         histories = paged(rows)
-        drafts = form.history(histories, window, NUM_DRAFTS)
-        assert drafts.tolist() == [continued(tokens, window) for tokens in rows]
+        drafts, lengths = form.history(histories, window, NUM_DRAFTS)
+        expected = [continued(tokens, window) for tokens in rows]
+        assert list(zip(drafts.tolist(), lengths.tolist(), strict=True)) == expected
         texts = [letters(k=chance.choice((0, 1, 9, 20))) for _ in rows]
         num_outputs = [chance.randrange(1, len(tokens) + 1) for tokens in rows]
         table = torch.zeros((len(rows) + 1, 20), dtype=torch.int32)

@@ -14,7 +14,7 @@ import pytest
 from aserve.cli import make_parser
 from tests.architecture.source import ROOT
 from tests.bench.last_line import Captured, figures_of
-from tests.collected import HAS_GPU_TESTS
+from tests.collected import HAS_GPU_TESTS, all_files
 from tools.gpu_check.command import BENCHES
 from tools.gpu_check.parts import MEASURES, all_parts
 from tools.gpu_check.records import Figures, Records
@@ -50,9 +50,11 @@ def test_without_a_gpu_nothing_is_run_and_the_table_is_empty(
 
 
 # Benches of `aserve bench` have tests of their own: one of them shows the way. Decode steps of
-# the large model are measured as those of the small one.
+# the large model are measured as those of the small one, and all drafters in one way.
 IS_LARGE = os.environ.get("ASERVE_TEST_PROFILE") == "large"
-LEFT_OUT = set() if IS_LARGE else {*OTHER_BENCHES, "decode-large"} - {"bench-host-step"}
+DRAFTERS = {name for name in MEASURES if name.startswith("speculation-")}
+ALIKE = {*OTHER_BENCHES, "decode-large", *DRAFTERS} - {"bench-host-step", "speculation-EAGLE3"}
+LEFT_OUT = set() if IS_LARGE else ALIKE
 
 
 @pytest.mark.slow
@@ -65,6 +67,9 @@ def test_a_part_runs_dry_on_the_cpu(name: str, tmp_path: Path) -> None:
     figures = importlib.import_module(part.module).measure(setting, part.argument)
     assert figures
     assert ("not_run" in figures) == (name == "bench-kernels")  # which only a GPU has
+    if name.startswith("speculation-"):
+        assert figures["equal_outputs"] == 1
+        assert figures.get("acceptance_error", 0) == 0
     if name.startswith("decode-"):
         assert figures["replayed_share_b3"] == 1
         assert "executor_over_replay_b3" in figures
@@ -82,7 +87,7 @@ def test_the_arguments_of_other_benches_are_theirs(sizes: Sizes) -> None:
 def test_every_file_with_tests_for_a_gpu_is_a_part(pytestconfig: pytest.Config) -> None:
     """As pytest finds them: in this run, where it is one of all tests, else in one of its own."""
     collected = pytestconfig.stash[HAS_GPU_TESTS]
-    if collected.keys() >= {str(p.relative_to(ROOT)) for p in (ROOT / "tests").rglob("test_*.py")}:
+    if collected.keys() >= all_files():
         files = {path for path, has_gpu_tests in collected.items() if has_gpu_tests}
     else:
         lines = run("-m", "pytest", "--collect-only", "-q", "-m", "gpu").stdout.splitlines()

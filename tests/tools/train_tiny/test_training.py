@@ -25,7 +25,7 @@ from tools.train_tiny.network import Llama, Shape
 from tools.train_tiny.packing import Packer
 from tools.train_tiny.recipe import FULL, QUICK
 from tools.train_tiny.tokenizer import BOS, EOS, EOT, VOCAB_SIZE, chat_prompt, load_tokenizer
-from tools.train_tiny.training import Progress, Run, save_checkpoint, train
+from tools.train_tiny.training import Progress, Run, next_token_loss, save_checkpoint, train
 
 
 @pytest.mark.slow
@@ -50,12 +50,18 @@ def test_a_quick_training_runs_end_to_end(tmp_path: Path) -> None:
 
 def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     recipe = replace(QUICK, stages=QUICK.stages[:1])
-    network = Llama(Shape(num_hidden_layers=1))
     path = tmp_path / "run.safetensors"
-    save_checkpoint(network, path, next_step=9)
+    save_checkpoint(Llama(Shape(num_hidden_layers=1)), path, next_step=9)
     seen: list[Progress] = []
-    run = Run(recipe, TOKENIZER, seed=0, precision=torch.float32, checkpoint=path)
-    train(Llama(Shape(num_hidden_layers=1)), run, report=seen.append)
+    network = Llama(Shape(num_hidden_layers=1))
+    run = Run(
+        recipe,
+        batches=lambda stage: Packer(TOKENIZER, stage, seed=0),
+        loss=lambda batch: next_token_loss(network(batch.ids[:, :-1]), batch),
+        precision=torch.float32,
+        checkpoint=path,
+    )
+    train(network, run, report=seen.append)
     assert [progress.step for progress in seen] == [9, 10, 11]
     assert seen[-1].num_tokens == recipe.num_tokens
 

@@ -28,6 +28,12 @@
 # mostly Python around one call of a compiled planner, and this call reads the lengths from the
 # slot's arrays. plan.py finds that call once per wrapper and slot, and a refresh repeats it.
 #
+# Layers of latents (MLA) have a wrapper of their own (latent_wrapper.py) for all forwards, which is
+# planned from the same arrays.
+#
+# Draft trees have masks of bits (packed_mask.py), which `bind` computes on the device as well. A
+# mask holds the window, too, because the positions of nodes are their depths.
+#
 # Rows that share their first pages may use cascade attention (cascade.py), which reads the shared
 # pages once for all rows. It is not captured, so it is used only where it saves more time than a
 # replay does (`StaticPlans.is_better_eager`).
@@ -57,6 +63,7 @@ from aserve.gpu.attention.base import (
     own_plan,
 )
 from aserve.gpu.attention.flashinfer.cascade import GROUP, NO_CASCADE, CascadePlan, Cascades
+from aserve.gpu.attention.flashinfer.latent_wrapper import HEAD_DIM, check_latents, latent_pages
 from aserve.gpu.attention.flashinfer.page_indices import KERNELS, CsrOps, PageIndices
 from aserve.gpu.attention.flashinfer.plan import FlashPlan, write_arrays
 from aserve.gpu.attention.flashinfer.plan_buffers import PlanSlots
@@ -72,9 +79,16 @@ from aserve.gpu.attention.flashinfer.wrappers import (
     check_version,
     queries_of,
 )
-from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
+from aserve.gpu.attention.triton import make_attend_slots
+from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec, Mask
+from aserve.gpu.kv.pools import LayerKv
 from aserve.gpu.models.base import Attend
-from aserve.gpu.step.forward_batch import DeviceBatch, ForwardBatch
+from aserve.gpu.step.forward_batch import (
+    NO_OVERRIDES,
+    DeviceBatch,
+    ForwardBatch,
+    ForwardOverrides,
+)
 from aserve.messages.base import ArrayI32
 
 # A failing compiler or linker, or a release of the package whose arguments have other names.
@@ -115,8 +129,8 @@ class FlashInfer:
             for layer in site.layers
         }
         self._pages = {
-            index: (_by_page(kv.keys, pools.page_size), _by_page(kv.values, pools.page_size))
-            for index, kv in pools.layers.items()
+            layer.index: _pages(pools.layers[layer.index], layer, pools.page_size)
+            for layer in site.layers
         }
         self._wrappers = Wrappers(package, site)
         self._kinds = tuple(dict.fromkeys(self._kind_of.values()))
@@ -131,13 +145,15 @@ class FlashInfer:
             raise BugError(f"step {batch.iteration}: FlashInfer plans from exact lengths only")
         if not batch.num_rows:
             return FlashPlan({}, {})
-        if self._cascades.is_worthwhile(batch.num_rows, batch.shared_pages):
+        is_tree = batch.tree_mask is not None
+        if not is_tree and self._cascades.is_worthwhile(batch.num_rows, batch.shared_pages):
             return self._plan(batch, batch.lens_cpu, self._cascades.plan(batch, batch.lens_cpu))
         return self._plan(batch, batch.lens_cpu, NO_CASCADE)
 
     def _plan(self, batch: ForwardBatch, lens: ArrayI32, cascade: CascadePlan) -> FlashPlan:
         slot = self._slots.take()
-        queries = queries_of(batch.query_lens_cpu, lens)
+        is_tree = batch.tree_mask is not None
+        queries = Queries.TREES if is_tree else queries_of(batch.query_lens_cpu, lens)
         kinds = [kind for kind in self._kinds if kind not in cascade.wrappers]
         host = write_arrays(
             slot, self._site, lens=lens, query_lens=batch.query_lens_cpu, kinds=kinds
@@ -146,22 +162,31 @@ class FlashInfer:
         for group, arrays in host.items():
             num_pages, where = int(arrays.indptr[-1]), self._site.pools.device
             indices = torch.empty(num_pages, dtype=torch.int32, device=where)
-            pages[group] = PageIndices.empty(batch.num_rows, indices)
+            bits, most = None, 0
+            if is_tree:
+                num_bits = batch.query_lens_cpu.astype(np.int64) * arrays.lens.numpy()
+                num_bytes = -(-num_bits // 8)
+                most = int(num_bytes.max())
+                bits = torch.empty(int(num_bytes.sum()) + 1, dtype=torch.uint8, device=where)
+            pages[group] = PageIndices.empty(batch.num_rows, indices, bits, max_mask_bytes=most)
         wrappers: dict[LayerKind, Wrapper] = {}
         for kind in kinds:
             wrapper = slot.wrappers.get((kind, queries))
             if wrapper is None:
                 wrapper = self._wrappers.make(kind, queries)
                 slot.wrappers[kind, queries] = wrapper
-            arrays, indices = host[kind.group], pages[kind.group].indices
+            arrays, own = host[kind.group], pages[kind.group]
             is_decode = queries is Queries.DECODE
-            self._wrappers.plan(wrapper, kind, arrays, indices=indices, is_decode=is_decode)
+            self._wrappers.plan(
+                wrapper, kind, arrays, indices=own.indices, is_decode=is_decode, mask=own.mask
+            )
             wrappers[kind] = wrapper
         slot.close()
         return FlashPlan(pages, wrappers, cascade)
 
     def bind(self, batch: ForwardBatch, plan: object) -> Attend:
-        own = own_plan(batch, plan.value if isinstance(plan, StaticPlan) else plan, FlashPlan)
+        value = plan.value if isinstance(plan, StaticPlan) else plan
+        own = own_plan(batch, value, FlashPlan, tree_masks=True)
         self._write_indices(batch, own.pages)
         own.cascade.write_indices(batch, self._site.pools.page_tables[GROUP], self._ops.indices)
         wrappers, cascades = own.wrappers, own.cascade.wrappers
@@ -172,7 +197,7 @@ class FlashInfer:
             kind, pages = self._kind_of[layer.index], self._pages[layer.index]
             if kind in cascades:
                 return cascades[kind].run(q.contiguous(), pages)
-            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            out = q.new_empty((*q.shape[:2], layer.out_dim))
             if not len(q):
                 return out
             k_scale, v_scale = kv.scales
@@ -184,15 +209,20 @@ class FlashInfer:
 
     def compile_kernels(self) -> None:
         """Compiles all kernels, which may take minutes, by running them on the padding row: for one
-        layer of each kind a prefill that fills Hopper tiles, one that does not, a decode, and a
-        decode with cascade attention."""
+        layer of each kind a prefill that fills Hopper tiles, one that does not, a decode, a decode
+        with cascade attention, and where there are draft trees a tree."""
         where = self._site.pools.device
         longest = self._site.pools.page_tables[0].shape[1] * self._site.pools.page_size
         layer_of_kind = {self._kind_of[layer.index]: layer for layer in self._site.layers}
-        for query_len, num_shared in ((min(HOPPER_TILE, longest), 0), (2, 0), (1, 0), (1, 1)):
+        chain = ForwardOverrides(tree_mask=torch.ones(2, 2, dtype=torch.bool, device=where).tril())
+        samples = [(min(HOPPER_TILE, longest), 0, NO_OVERRIDES), (2, 0, NO_OVERRIDES)]
+        samples += [(1, 0, NO_OVERRIDES), (1, 1, NO_OVERRIDES)]
+        if self._site.has_tree_masks:
+            samples.append((2, 0, chain))
+        for query_len, num_shared, overrides in samples:
             padding = _padding(query_len, where, kv_len=num_shared * self._site.pools.page_size)
             padding = dataclasses.replace(padding, shared_pages=num_shared)
-            batch = ForwardBatch.init_new(padding, self._site.pools)
+            batch = ForwardBatch.init_new(padding, self._site.pools, overrides)
             lens = padding.len_bounds_cpu
             cascade = self._cascades.plan(batch, lens) if num_shared else NO_CASCADE
             attend = self.bind(batch, self._plan(batch, lens, cascade))
@@ -207,6 +237,13 @@ class FlashInfer:
         for group, own in pages.items():
             table, window = pools.page_tables[group], windows[group]
             own.write(batch, table, self._ops, window=window, page_size=pools.page_size)
+
+
+def _pages(kv: LayerKv, layer: LayerSpec, page_size: int) -> tuple[Tensor, Tensor]:
+    """The pools that a layer's kernel reads, by page."""
+    if layer.value_dim is not None:
+        return latent_pages(kv.keys, page_size, layer.value_dim)
+    return _by_page(kv.keys, page_size), _by_page(kv.values, page_size)
 
 
 def _by_page(pool: Tensor, page_size: int) -> Tensor:
@@ -237,6 +274,9 @@ def build_flashinfer(
 ) -> FlashInfer:
     """Raises AttentionUnavailable if the kernels cannot be compiled or run."""
     check_version(package)
+    if any(layer.mask is Mask.NONE and layer.window is not None for layer in site.layers):
+        raise AttentionUnavailable("has no windows in layers without a causal mask")
+    check_latents(site)
     try:
         with site.device.stream():
             backend = FlashInfer(package, site, ops=ops)
@@ -260,10 +300,14 @@ KIND = AttentionKind(
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.float16, torch.bfloat16}),
         kv_dtypes=frozenset({FP8}),
-        head_dims=frozenset({64, 128, 256}),
+        head_dims=frozenset({64, 128, 256, HEAD_DIM}),
+        masks=frozenset({Mask.CAUSAL, Mask.NONE}),
+        latents=True,
+        tree_masks=True,
         host_lens=True,
         can_capture=True,
         shared_pages=True,
     ),
     _build,
+    make_attend_slots,  # FlashInfer has no kernel for chosen keys
 )

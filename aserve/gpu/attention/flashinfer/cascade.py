@@ -69,8 +69,8 @@ NO_CASCADE = CascadePlan((), {})
 
 
 class Cascades:
-    """Plans cascade attention for the layers that support it: those without a window, unless KV is
-    stored in fp8."""
+    """Plans cascade attention for the layers that support it: those without a window and without
+    latents, unless KV is stored in fp8."""
 
     __slots__ = ("_bytes_per_token", "_kinds", "_site", "_slots", "_wrappers")
 
@@ -79,7 +79,11 @@ class Cascades:
         is_supported = site.pools.dtype != FP8
         self._wrappers = wrappers
         self._site = site
-        self._kinds = tuple(kind for kind in kinds if is_supported and kind.group == GROUP)
+        self._kinds = tuple(
+            kind
+            for kind in kinds
+            if is_supported and kind.group == GROUP and kind.layer.value_dim is None
+        )
         layers = site.groups[GROUP].layers if self._kinds else ()
         values = sum(2 * layer.num_kv_heads * layer.head_dim for layer in layers)
         self._bytes_per_token = values * site.pools.dtype.itemsize / max(len(site.layers), 1)

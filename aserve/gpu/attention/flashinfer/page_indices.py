@@ -18,6 +18,8 @@ from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.messages.base import ArrayI32
 from aserve_kernels.kv_indices import kv_indices
 from aserve_kernels.kv_indptr import KvIndptr, kv_indptr
+from aserve_kernels.packed_mask import ListedKeys, PackedMask, packed_mask
+from aserve_kernels.paged_rows import TreeMask
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +46,11 @@ def page_indptr(
 
 @dataclass(frozen=True, slots=True)
 class CsrOps:
-    """The kernels that compute the CSR form on the device."""
+    """The kernels that compute the CSR form on the device, and the masks of draft trees."""
 
     indptr: Callable[..., None] = kv_indptr
     indices: Callable[..., None] = kv_indices
+    mask: Callable[..., None] = packed_mask
 
 
 KERNELS = CsrOps()
@@ -59,12 +62,19 @@ class PageIndices:
 
     csr: KvIndptr
     indices: Tensor  # [csr.indptr[rows] or more]
+    mask: PackedMask | None = None  # of draft trees
+    max_mask_bytes: int = 0  # of one row
 
     @classmethod
-    def empty(cls, num_rows: int, indices: Tensor) -> PageIndices:
-        """Allocates indptr and last_page_lens beside `indices`, all still to be written."""
+    def empty(
+        cls, num_rows: int, indices: Tensor, bits: Tensor | None = None, *, max_mask_bytes: int = 0
+    ) -> PageIndices:
+        """Allocates indptr and last_page_lens beside `indices`, all still to be written. `bits`,
+        uint8, are for masks of at most max_mask_bytes for each row."""
         sizes = (num_rows, num_rows + 1, num_rows)
-        return cls(KvIndptr(*(indices.new_empty(size) for size in sizes)), indices)
+        csr = KvIndptr(*(indices.new_empty(size) for size in sizes))
+        mask = None if bits is None else PackedMask(bits, indices.new_empty(num_rows + 1))
+        return cls(csr, indices, mask, max_mask_bytes)
 
     def write(
         self,
@@ -86,3 +96,11 @@ class PageIndices:
             indptr=self.csr.indptr,
             out=self.indices,
         )
+        if self.mask is None:
+            return
+        assert batch.tree_mask is not None
+        query_lens = batch.query_lens.index_select(0, batch.token_to_row)
+        listed = ListedKeys(
+            batch.lens, batch.cu_query_lens, self.csr.first_columns, page_size, self.max_mask_bytes
+        )
+        ops.mask(TreeMask.of(batch.tree_mask, query_lens), listed, window=window, out=self.mask)

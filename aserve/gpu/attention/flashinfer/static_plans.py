@@ -26,6 +26,7 @@ from aserve.gpu.attention.flashinfer.plan import FlashPlan, Replan, find_planner
 from aserve.gpu.attention.flashinfer.plan_buffers import PlanSlot, PlanSlots
 from aserve.gpu.attention.flashinfer.wrappers import LayerKind, PlanArrays, Wrapper, Wrappers
 from aserve.messages.base import ArrayI32
+from aserve_kernels.packed_mask import PackedMask
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class FlashStaticPlans:
     with cascade attention instead."""
 
     __slots__ = (
+        "_bits_buffers",
         "_cascades",
         "_has_warned",
         "_index_buffers",
@@ -71,6 +73,7 @@ class FlashStaticPlans:
         self._cascades = cascades
         self._made: dict[StaticShape, StaticPlan] = {}
         self._index_buffers: dict[int, Tensor] = {}  # by layer group
+        self._bits_buffers: dict[int, Tensor] = {}  # by layer group
         self._has_warned = False
 
     def is_better_eager(self, num_rows: int, shared_pages: int) -> bool:
@@ -96,8 +99,16 @@ class FlashStaticPlans:
         site = self._site
         max_pages = shape.num_rows * -(-shape.max_len // site.pools.page_size)
         groups = {kind.group for kind in self._kinds}
+        max_bytes = 0
+        if site.has_tree_masks and shape.width > 1:
+            max_bytes = -(-shape.width * shape.max_len // 8)
         pages = {
-            group: PageIndices.empty(shape.num_rows, self._index_buffer(group, max_pages))
+            group: PageIndices.empty(
+                shape.num_rows,
+                self._index_buffer(group, max_pages),
+                self._bits_buffer(group, shape.num_rows * max_bytes),
+                max_mask_bytes=max_bytes,
+            )
             for group in groups
         }
         cu_query_lens = self._ints(shape.num_rows + 1)
@@ -107,7 +118,8 @@ class FlashStaticPlans:
             wrapper = self._wrappers.make_static(
                 kind, pages[kind.group], cu_query_lens=cu_query_lens, is_decode=shape.width == 1
             )
-            slot.wrappers[kind] = self._replan(slot, kind, wrapper, shape=shape)
+            mask = pages[kind.group].mask
+            slot.wrappers[kind] = self._replan(slot, kind, wrapper, shape=shape, mask=mask)
             wrappers[kind] = wrapper
         return StaticPlan(_query_lens(shape), slots, FlashPlan(pages, wrappers))
 
@@ -119,6 +131,15 @@ class FlashStaticPlans:
             self._index_buffers[group] = self._ints(num_pages)
         return self._index_buffers[group][:num_pages]
 
+    def _bits_buffer(self, group: int, num_bytes: int) -> Tensor | None:
+        """The masks of draft trees share one buffer per group in the same way."""
+        if not num_bytes:
+            return None
+        if len(self._bits_buffers.get(group, ())) <= num_bytes:
+            where = self._site.pools.device
+            self._bits_buffers[group] = torch.empty(num_bytes + 1, dtype=torch.uint8, device=where)
+        return self._bits_buffers[group][: num_bytes + 1]
+
     def _ints(self, num: int) -> Tensor:
         return torch.empty(num, dtype=torch.int32, device=self._site.pools.device)
 
@@ -129,6 +150,7 @@ class FlashStaticPlans:
         wrapper: Wrapper,
         *,
         shape: StaticShape,
+        mask: PackedMask | None,
     ) -> Replan:
         """Returns a call that plans `wrapper` from the numbers that are in the slot's arrays by
         then.
@@ -145,6 +167,7 @@ class FlashStaticPlans:
             *(wrapper, kind, fill(query_lens)),
             indices=self._ints(0),
             is_decode=is_decode,
+            mask=mask,
         )
         longest = np.full_like(query_lens, shape.max_len)
         call = find_planner_call(

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.attention.base import AttentionSite, AttentionUnavailable
+from aserve.gpu.attention.flashinfer.latent_wrapper import LatentWrapper, MlaModule
 from aserve.gpu.attention.flashinfer.page_indices import PageIndices
-from aserve.gpu.kv.layer_groups import LayerSpec
+from aserve.gpu.kv.layer_groups import LayerSpec, Mask
 from aserve.messages.base import ArrayI32
+from aserve_kernels.packed_mask import PackedMask
 
 MIN_VERSION = (0, 6)
 LAYOUT = "NHD"  # [pages, page_size, kv_heads, head_dim], as our pools are
@@ -49,6 +51,7 @@ class Queries(Enum):
     DECODE = "one query per row"
     PARTIAL_TILES = "rows that leave Hopper tiles mostly empty"
     FULL_TILES = "rows that fill Hopper tiles"
+    TREES = "draft trees, each with a mask"
 
 
 def queries_of(query_lens: ArrayI32, lens: ArrayI32) -> Queries:
@@ -74,6 +77,14 @@ class Wrapper(Protocol):
     def reset_workspace_buffer(self) -> Callable[[Tensor, Tensor], None]: ...
 
 
+class Masked(Protocol):
+    """The attributes of a prefill wrapper in which it keeps its mask. `run` uses the mask if there
+    is one."""
+
+    _custom_mask_buf: Tensor
+    _mask_indptr_buf: Tensor
+
+
 class LevelWrapper(Protocol):
     """A Wrapper that also returns the log-sum-exp of the scores, float32 [queries, heads]."""
 
@@ -92,6 +103,9 @@ class FlashInferPackage(Protocol):
 
     @property
     def BatchDecodeWithPagedKVCacheWrapper(self) -> Callable[..., Wrapper]: ...
+
+    @property
+    def mla(self) -> MlaModule: ...
 
     @property
     def merge_state_in_place(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]: ...
@@ -152,6 +166,8 @@ class Wrappers:
         self._int_workspaces: dict[LayerKind, Tensor] = {}
 
     def make(self, kind: LayerKind, queries: Queries) -> Wrapper:
+        if kind.layer.value_dim is not None:
+            return self._latents()
         if queries is not Queries.DECODE:
             return self._prefill("auto" if queries is Queries.FULL_TILES else EVERY_GPU)
         return self._package.BatchDecodeWithPagedKVCacheWrapper(
@@ -160,6 +176,10 @@ class Wrappers:
             use_tensor_cores=self._takes_tensor_cores(kind),
             backend=EVERY_GPU,
         )
+
+    def _latents(self, **buffers: object) -> LatentWrapper:
+        inner = self._package.mla.BatchMLAPagedAttentionWrapper(self._float_workspace, **buffers)
+        return LatentWrapper(inner, self._site.device.host_buffer)
 
     def _prefill(self, backend: str) -> Wrapper:
         return self._package.BatchPrefillWithPagedKVCacheWrapper(
@@ -173,7 +193,16 @@ class Wrappers:
         int32 [rows + 1], at fixed addresses.
         """
         csr = pages.csr
-        if is_decode:
+        wrapper: Wrapper
+        if kind.layer.value_dim is not None:
+            wrapper = self._latents(
+                use_cuda_graph=True,
+                qo_indptr=cu_query_lens,
+                kv_indptr=csr.indptr,
+                kv_indices=pages.indices,
+                kv_len_arr=torch.empty_like(csr.last_page_lens),  # written by `plan`, never read
+            )
+        elif is_decode:
             wrapper = self._package.BatchDecodeWithPagedKVCacheWrapper(
                 self._float_workspace,
                 LAYOUT,
@@ -208,14 +237,34 @@ class Wrappers:
         *,
         indices: Tensor,
         is_decode: bool,
+        mask: PackedMask | None = None,
     ) -> None:
-        """`indices`, on the device, may be written after this call."""
+        """`indices` and `mask`, on the device, may be written after this call.
+
+        WHY the two attributes: given a mask, `plan` computes its indptr in memory that is not
+        pinned, so the host would wait for the copy; and it counts bits, where kernels read bytes.
+        """
+        layer, value_dim = kind.layer, kind.layer.value_dim
+        if value_dim is not None:
+            wrapper.plan(
+                *(host.cu_query_lens, host.indptr, indices, host.lens),
+                *(layer.num_heads, value_dim, layer.head_dim - value_dim),
+                *(self._site.pools.page_size, True, layer.scale),  # causal
+                *(self._site.dtype, self._site.pools.dtype),
+            )
+            return
         paged = (host.indptr, indices, host.last_page_lens)
         shape, details = self._layer_arguments(kind)
         if is_decode:
             wrapper.plan(*paged, *shape, seq_lens=host.lens, **details)
-        else:
-            wrapper.plan(host.cu_query_lens, *paged, *shape, causal=True, **details)
+            return
+        if mask is not None:
+            details["window_left"] = -1  # windows are in the mask
+        is_causal = kind.layer.mask is Mask.CAUSAL
+        wrapper.plan(host.cu_query_lens, *paged, *shape, causal=is_causal, **details)
+        if mask is not None:
+            masked = cast(Masked, wrapper)
+            masked._custom_mask_buf, masked._mask_indptr_buf = mask.bits, mask.indptr
 
     def make_cascade(self, num_levels: int) -> CascadeWrapper:
         """WHY: the package's own cascade wrapper would choose Hopper kernels for each level."""
@@ -237,7 +286,8 @@ class Wrappers:
         shape, details = self._layer_arguments(kind)
         for level, own, listed in zip(wrapper.levels, levels, indices, strict=True):
             paged = (own.cu_query_lens, own.indptr, listed, own.last_page_lens)
-            level.plan(*paged, *shape, causal=own is levels[-1], **details)
+            is_causal = own is levels[-1] and kind.layer.mask is Mask.CAUSAL
+            level.plan(*paged, *shape, causal=is_causal, **details)
 
     def _layer_arguments(self, kind: LayerKind) -> tuple[tuple[int, ...], dict[str, object]]:
         layer = kind.layer

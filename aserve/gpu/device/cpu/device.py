@@ -94,6 +94,7 @@ class CpuDevice:
             return TORCH_OPS
         from aserve.gpu.device.cpu import ops as cpu_ops
         from aserve.gpu.device.cpu.fused_decoder import make_compiled_forward
+        from aserve.gpu.device.cpu.fused_draft import make_compiled_draft
 
         compile_kernels_of(dtype)
 
@@ -103,6 +104,7 @@ class CpuDevice:
             sample_ops=cpu_ops.compiled_sample_ops(),
             lora_ops=partial(cpu_ops.compiled_lora, dtype),
             fused_step=make_compiled_forward,
+            fused_draft=make_compiled_draft,
             suffix_match=cpu_ops.compiled_suffix_match(),
         )
 

@@ -6,13 +6,22 @@ device/cpu/weights.py decides where they are used.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from aserve.gpu.device.cpu.linear import prepare_packed
-from aserve.gpu.layers.linear import Linear, LinearOp
-from aserve_kernels.cpu.gemm import compile_packed_linear, pack, packed_linear
+from aserve.gpu.device.cpu.linear import linear_per_expert, prepare_packed
+from aserve.gpu.layers.grouped_linear import GroupedLinearOp, Groups
+from aserve.gpu.layers.linear import Linear, LinearOp, Prepare
+from aserve_kernels.cpu.bf16 import Floats
+from aserve_kernels.cpu.gemm import (
+    compile_grouped_linear,
+    compile_packed_linear,
+    pack,
+    packed_grouped_linear,
+    packed_linear,
+)
 from aserve_kernels.cpu.int8_linear import compile_int8_linear, int8_linear
 
 
@@ -37,6 +46,30 @@ def prepare_tiled(linear: Linear, device: torch.device, /, *, dtype: torch.dtype
         return prepare_packed(linear, device, dtype=dtype)
     compile_packed_linear(dtype)
     return TiledLinear(linear.weight.to(device, dtype), linear.bias)
+
+
+class TiledExperts:
+    """The tiles of all experts, multiplied in one call."""
+
+    __slots__ = ("_biases", "_packed")
+
+    def __init__(self, experts: tuple[TiledLinear, ...]) -> None:
+        self._packed: Floats = np.array([expert.packed for expert in experts])
+        self._biases = np.stack([expert.bias for expert in experts])
+
+    def __call__(self, x: Tensor, groups: Groups, /) -> Tensor:
+        starts, ends = (bounds.numpy() for bounds in groups)
+        return packed_grouped_linear(x, self._packed, self._biases, starts, ends)
+
+
+def prepare_experts(weights: Tensor, biases: Tensor | None, prepare: Prepare, /) -> GroupedLinearOp:
+    """A `PrepareGrouped` of any format: one kernel where the experts are in tiles."""
+    layer = linear_per_expert(weights, biases, prepare)
+    tiled = tuple(expert for expert in layer.experts if isinstance(expert, TiledLinear))
+    if len(tiled) < len(layer.experts):
+        return layer
+    compile_grouped_linear(weights.dtype)
+    return TiledExperts(tiled)
 
 
 # PERF: up to this number of tokens the kernel, which reads one byte per weight, is faster than a

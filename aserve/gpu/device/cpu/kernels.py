@@ -28,8 +28,11 @@ def all_kernels(isa: CpuIsa) -> list[KernelVariant]:
     for dtype in dtypes:
         for num_threads in (1, 2):
             variants |= dict.fromkeys(kernels_of(dtype, isa, num_threads=num_threads))
-            variants |= dict.fromkeys(_variants(["lora"], dtype, num_threads=num_threads))
+            some = _variants(["lora", "latent_attention"], dtype, num_threads=num_threads)
+            variants |= dict.fromkeys(some)
         variants |= dict.fromkeys(_variants(["int8_linear"], dtype))
+        if has_tiles(dtype, isa):
+            variants |= dict.fromkeys(_variants(["draft_forward"], dtype))
     return list(variants)
 
 
@@ -41,7 +44,8 @@ def kernels_of(dtype: torch.dtype, isa: CpuIsa, *, num_threads: int) -> list[Ker
     names = ["rms_norm", "rope_and_store_kv"]
     if num_threads == 1 and has_tiles(dtype, isa):
         names += ["decoder_forward", "packed_linear"]
-    variants = _variants(names, dtype) + _variants(["draw", "suffix_match"], torch.float32)
+    variants = _variants(names, dtype)
+    variants += _variants(["draw", "shared_table", "suffix_match"], torch.float32)
     parallel = ["paged_attention"]
     if dtype == torch.bfloat16 and isa.bf16_products == AVX512_BF16:
         parallel.append("chunk_attention")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aserve.gpu.layers.grouped_linear import Groups, split_experts
 from aserve.gpu.layers.linear import Linear, LinearOp, Prepare
 from aserve.gpu.layers.mlp import Activation, GatedActivation
 from aserve.gpu.layers.ops import Elementwise
@@ -63,6 +64,31 @@ def prepare_fp16_stored(linear: Linear, device: torch.device, /, *, dtype: torch
     assert (device.type, dtype) == ("cpu", torch.float32)  # FBGEMM has no others
     bias = linear.bias
     return Fp16StoredLinear(linear.weight.float(), None if bias is None else bias.float())
+
+
+class LinearPerExpert:
+    """One linear layer per expert, of any format, for the expert's own rows."""
+
+    __slots__ = ("_num_outputs", "experts")
+
+    def __init__(self, experts: tuple[LinearOp, ...], num_outputs: int) -> None:
+        self.experts = experts
+        self._num_outputs = num_outputs
+
+    def __call__(self, x: Tensor, groups: Groups, /) -> Tensor:
+        out = x.new_empty(len(x), self._num_outputs)
+        bounds = zip(*(each.numpy() for each in groups), strict=True)
+        for expert, (start, end) in zip(self.experts, bounds, strict=True):
+            if start < end:
+                out[start:end] = expert(x[start:end])
+        return out
+
+
+def linear_per_expert(
+    weights: Tensor, biases: Tensor | None, prepare: Prepare, /
+) -> LinearPerExpert:
+    """A `PrepareGrouped`."""
+    return LinearPerExpert(split_experts(weights, biases, prepare), weights.shape[1])
 
 
 @dataclass(frozen=True, slots=True)

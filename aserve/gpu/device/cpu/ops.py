@@ -23,12 +23,14 @@ from aserve_kernels.cpu.draw import compile_draw, draw
 from aserve_kernels.cpu.lora import add_lora, compile_lora
 from aserve_kernels.cpu.rms_norm import compile_rms_norm, rms_norm
 from aserve_kernels.cpu.rope_and_store_kv import compile_rope_and_store_kv, rope_and_store_kv
+from aserve_kernels.cpu.shared_table import compile_shared_table, continue_shared, remember
 from aserve_kernels.cpu.suffix_match import (
     compile_suffix_match,
     continue_history,
     continue_text,
 )
 from aserve_kernels.lora import LoraStack, add_lora_ref
+from aserve_kernels.shared_table import SharedTableOps
 from aserve_kernels.suffix_match import SuffixMatch
 
 
@@ -113,7 +115,8 @@ def _draw(
 
 def compiled_suffix_match() -> SuffixMatch:
     compile_suffix_match()
-    return SuffixMatch(continue_history, continue_text)
+    compile_shared_table()
+    return SuffixMatch(continue_history, continue_text, SharedTableOps(continue_shared, remember))
 
 
 # PERF: from this number of tokens on, dense products over all slots are faster than the kernel.

@@ -14,7 +14,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from aserve.errors import ConfigError
-from aserve.gpu.device.cpu.linear import per_token, prepare_fp16_stored, prepare_packed
+from aserve.gpu.device.cpu.linear import (
+    linear_per_expert,
+    per_token,
+    prepare_fp16_stored,
+    prepare_packed,
+)
 from aserve.gpu.layers.linear import prepare
 from aserve.gpu.weights.format import WeightFormat, WeightRequest, dtype_name
 
@@ -77,7 +82,7 @@ TINY_BYTES = 8 << 20
 
 
 def choose_cpu_format(request: WeightRequest, isa: CpuIsa) -> WeightFormat:
-    format_ = _quantized_format(request, isa)
+    format_ = replace(_quantized_format(request, isa), prepare_grouped=linear_per_expert)
     if _is_small(request):
         format_ = replace(
             format_, max_threads=1, max_mixed_prefill_tokens=SMALL_MIXED_PREFILL_TOKENS
@@ -86,9 +91,9 @@ def choose_cpu_format(request: WeightRequest, isa: CpuIsa) -> WeightFormat:
         about = f"{format_.about}, each token alone"
         return replace(format_, prepare=per_token(format_.prepare), about=about)
     if _is_small(request) and request.quantization is None and has_tiles(format_.dtype, isa):
-        from aserve.gpu.device.cpu.kernel_linear import prepare_tiled
+        from aserve.gpu.device.cpu.kernel_linear import prepare_experts, prepare_tiled
 
-        format_ = replace(format_, prepare=prepare_tiled)
+        format_ = replace(format_, prepare=prepare_tiled, prepare_grouped=prepare_experts)
     return format_
 
 

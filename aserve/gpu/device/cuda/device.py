@@ -106,7 +106,9 @@ class CudaDevice:
                 "leave it out, or give --device cpu",
                 param="quantization",
             )
-        format_ = self._unquantized_format(request)
+        from aserve.gpu.device.cuda.ops import prepare_grouped, prepare_invariant
+
+        format_ = replace(self._unquantized_format(request), prepare_grouped=prepare_grouped)
         if not request.is_deterministic:
             return format_
         if format_.dtype.itemsize > 4:
@@ -115,8 +117,6 @@ class CudaDevice:
                 f"{dtype_name(format_.dtype)}; choose one of them with --dtype",
                 param="dtype",
             )
-        from aserve.gpu.device.cuda.ops import prepare_invariant
-
         return replace(format_, prepare=prepare_invariant, about=f"{format_.about}, in fixed tiles")
 
     def _unquantized_format(self, request: WeightRequest) -> WeightFormat:

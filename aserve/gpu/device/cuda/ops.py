@@ -13,7 +13,8 @@ from torch import Tensor
 
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.kv.store import RopeAndStoreKv, Scales, rope_then_store_kv
-from aserve.gpu.layers.linear import Linear, LinearOp
+from aserve.gpu.layers.grouped_linear import GroupedLinearOp, Groups, linear_per_expert
+from aserve.gpu.layers.linear import Linear, LinearOp, Prepare
 from aserve.gpu.layers.mlp import Activation
 from aserve.gpu.layers.norm import Norm, SumAndNorm
 from aserve.gpu.layers.ops import PLAIN, Elementwise
@@ -30,6 +31,7 @@ from aserve.gpu.transfer.staging import DeviceArrays
 from aserve_kernels import penalties
 from aserve_kernels.bitmask import apply_bitmask
 from aserve_kernels.gated_mul import gated_mul
+from aserve_kernels.grouped_linear import grouped_linear
 from aserve_kernels.invariant_linear import invariant_linear
 from aserve_kernels.lora import LoraStack, add_lora_ref
 from aserve_kernels.prepare_inputs import PackedInputs, Tables, prepare_inputs
@@ -91,6 +93,26 @@ def prepare_invariant(linear: Linear, device: torch.device, /, *, dtype: torch.d
     bias = None if linear.bias is None else linear.bias.to(device, dtype)
     weight = linear.weight.to(device, dtype).contiguous()
     return partial(invariant_linear, weight=weight, bias=bias)
+
+
+class GroupedKernel:
+    """A `GroupedLinearOp` that reads the bounds on the device."""
+
+    __slots__ = ("_biases", "_weights")
+
+    def __init__(self, weights: Tensor, biases: Tensor | None) -> None:
+        self._weights = weights
+        self._biases = biases
+
+    def __call__(self, x: Tensor, groups: Groups, /) -> Tensor:
+        return grouped_linear(x, self._weights, self._biases, groups.starts, groups.ends)
+
+
+def prepare_grouped(weights: Tensor, biases: Tensor | None, prepare: Prepare, /) -> GroupedLinearOp:
+    """Grouped layers of float32, bfloat16 or float16. Wider dtypes have one layer per expert."""
+    if weights.dtype.itemsize > 4:
+        return linear_per_expert(weights, biases, prepare)
+    return GroupedKernel(weights, biases)
 
 
 def triton_sample_ops(dtype: torch.dtype) -> SampleOps:

@@ -98,7 +98,9 @@ class TorchCuda:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.about = torch.cuda.get_device_name(self.torch_device)
         self.has_bfloat16 = torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
-        self._graph_pool = torch.cuda.graph_pool_handle()
+        # WHY not graph_pool_handle: the allocator would forget that pool when a capture fails
+        # before another one has succeeded, and later captures would fail, too.
+        self._graph_pool = torch.cuda.MemPool()
 
     def current_stream(self) -> CudaStream:
         return _as_stream(torch.cuda.current_stream(self.torch_device))
@@ -146,12 +148,12 @@ class TorchCuda:
 class _TorchGraph:
     __slots__ = ("_graph", "_pool")
 
-    def __init__(self, pool: torch.cuda._POOL_HANDLE) -> None:
+    def __init__(self, pool: torch.cuda.MemPool) -> None:
         self._graph = torch.cuda.CUDAGraph()
         self._pool = pool
 
     def begin(self) -> None:
-        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._graph.capture_begin(pool=_handle(self._pool), capture_error_mode="thread_local")
 
     def end(self) -> None:
         try:
@@ -169,11 +171,15 @@ class _TorchGraph:
         allocator would from then on hold back all memory that two streams have used."""
         device = torch.cuda.current_device()
         with contextlib.suppress(RuntimeError):  # the allocator knew; a later part has failed
-            torch._C._cuda_endAllocateToPool(device, self._pool)
-            torch._C._cuda_releasePool(device, self._pool)
+            torch._C._cuda_endAllocateToPool(device, self._pool.id)
+            torch._C._cuda_releasePool(device, self._pool.id)
 
     def replay(self) -> None:
         self._graph.replay()
+
+
+def _handle(pool: torch.cuda.MemPool) -> torch.cuda._POOL_HANDLE:
+    return cast(torch.cuda._POOL_HANDLE, pool.id)
 
 
 def _as_stream(stream: torch.cuda.Stream) -> CudaStream:

@@ -64,9 +64,13 @@ class Fields:
             self.refuse(name, expected=f"a list of {length} positive numbers")
         return tuple(Fields({name: value}, source=self.source).number(name) for value in values)
 
-    def integers(self, name: str) -> tuple[int, ...]:
-        values = self._get(name, None)
-        if not isinstance(values, list) or not values:
+    def integers(
+        self, name: str, *, may_be_empty: bool = False, may_be_single: bool = False
+    ) -> tuple[int, ...]:
+        values = self._get(name, [] if may_be_empty else None)
+        if may_be_single and not isinstance(values, list):
+            values = [values]
+        if not isinstance(values, list) or not (values or may_be_empty):
             self.refuse(name, expected="a list of integers")
         if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
             self.refuse(name, expected="a list of integers")
@@ -96,9 +100,17 @@ class Fields:
         own, others = self._values, other._values
         return {name for name in own.keys() | others.keys() if own.get(name) != others.get(name)}
 
-    def over(self, defaults: Mapping[str, object]) -> Fields:
-        """These fields, with `defaults` for names that are absent (null is not absent here)."""
-        return Fields({**defaults, **self._values}, source=self.source)
+    def over(
+        self, defaults: Mapping[str, object], *, other_names: Mapping[str, str] | None = None
+    ) -> Fields:
+        """These fields, with the value of the field `other_names[name]` where `name` is absent or
+        null, and with `defaults` for names that are absent (null is not absent here)."""
+        others = {
+            name: self._values[other]
+            for name, other in (other_names or {}).items()
+            if self.has(other) and not self.has(name)
+        }
+        return Fields({**defaults, **self._values, **others}, source=self.source)
 
     def refuse(self, name: str, *, expected: str) -> NoReturn:
         value = self._values.get(name)
@@ -114,6 +126,11 @@ class Fields:
         if not isinstance(value, dict):
             self.refuse(name, expected="an object")
         return value
+
+
+def replaced(fields: Fields, values: Mapping[str, object]) -> Fields:
+    """Returns the fields with other values."""
+    return Fields({**fields._values, **values}, source=fields.source)
 
 
 def _shortened(value: object) -> str:

@@ -18,6 +18,14 @@ from aserve.gpu.models.config.fields import Fields
 from aserve.gpu.models.config.layer_types import FULL, SLIDING
 from aserve.gpu.models.config.rope import longest_context, parse_rope, rotary_part
 
+QUANTIZATION = "quantization_config"
+# Other names of fields, by those that are read here (LongCat's configurations have them).
+OTHER_NAMES = {
+    "num_hidden_layers": "num_layers",
+    "intermediate_size": "ffn_hidden_size",
+    "moe_intermediate_size": "expert_ffn_hidden_size",
+    "num_experts_per_tok": "moe_topk",
+}
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
@@ -79,7 +87,7 @@ def architecture_of(fields: Fields) -> str:
 
 def parse_config(file: Fields, *, defaults: Mapping[str, object]) -> ModelConfig:
     """`defaults` are the family's values for absent fields."""
-    fields = file.merged_with("text_config").over(defaults)
+    fields = file.merged_with("text_config").over(defaults, other_names=OTHER_NAMES)
     _refuse_unsupported(fields)
     num_heads = fields.integer("num_attention_heads")
     head_dim = _head_dim(fields, num_heads)
@@ -115,10 +123,30 @@ def parse_config(file: Fields, *, defaults: Mapping[str, object]) -> ModelConfig
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    if fields.has("quantization_config"):
-        fields.refuse("quantization_config", expected="none: quantized checkpoints are unsupported")
+    fp8_block(fields)  # refuses other quantized checkpoints
     if fields.flag("use_bidirectional_attention"):
         fields.refuse("use_bidirectional_attention", expected="false: attention is causal")
+
+
+def fp8_block(fields: Fields) -> tuple[int, int] | None:
+    """Returns the rows and columns of the blocks of an fp8 checkpoint; None where nothing is
+    quantized, or in MXFP4, which the tensors' names tell. Refuses any other quantization."""
+    if not fields.has(QUANTIZATION):
+        return None
+    section = fields.section(QUANTIZATION)
+    method = section.text("quant_method") if section.has("quant_method") else None
+    if method == "mxfp4":
+        return None
+    if method != "fp8" or not section.has("weight_block_size"):
+        fields.refuse(
+            QUANTIZATION,
+            expected="none, mxfp4, or fp8 with a weight_block_size: other quantized checkpoints "
+            "are unsupported",
+        )
+    sizes = section.integers("weight_block_size")
+    if len(sizes) != 2 or min(sizes) < 1:
+        section.refuse("weight_block_size", expected="two positive integers")
+    return sizes[0], sizes[1]
 
 
 def _activation(fields: Fields) -> str:

@@ -26,6 +26,7 @@ DEFAULT_THETA = 10_000.0
 THETA = "rope_theta"
 LOCAL_THETA = "rope_local_base_freq"  # theta of sliding layers, in older files
 PARTIAL = "partial_rotary_factor"
+SECTIONS = "mrope_section"  # of positions with several axes
 
 
 def rotary_part(fields: Fields) -> float:
@@ -54,6 +55,8 @@ def parse_rope(fields: Fields, kind: str, *, rotary_dim: int, max_position_embed
     match kind_of_rope:
         case "default":
             return DefaultRope(theta)
+        case "mrope" if rope.has(SECTIONS):  # Qwen2-VL: see rope_axes
+            return DefaultRope(theta)
         case "linear":
             return LinearRope(theta, rope.number("factor"))
         case "dynamic":
@@ -80,6 +83,21 @@ def longest_context(rope: Rope, max_position_embeddings: int) -> int:
             return max(max_position_embeddings, int(trained_len * factor))
         case DefaultRope() | LongRope():
             return max_position_embeddings
+
+
+def rope_axes(fields: Fields, *, num_pairs: int, axes: int) -> tuple[int, ...]:
+    """Returns the position axis of each rotary pair. `mrope_section` says how many pairs each axis
+    has: one axis after the other, or with `mrope_interleaved` in turns for as long as they last.
+    """
+    section = _section(fields)
+    counts = section.integers(SECTIONS)
+    if len(counts) != axes or sum(counts) != num_pairs or min(counts) < 0:
+        expected = f"{axes} numbers whose sum is {num_pairs}, the rotary pairs of a head"
+        section.refuse(SECTIONS, expected=expected)
+    if not section.flag("mrope_interleaved"):
+        return tuple(axis for axis, count in enumerate(counts) for _ in range(count))
+    turns = (pair % axes for pair in range(num_pairs))
+    return tuple(axis if pair < counts[axis] * axes else 0 for pair, axis in enumerate(turns))
 
 
 def _section(fields: Fields) -> Fields:

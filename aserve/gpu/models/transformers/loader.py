@@ -16,6 +16,7 @@ import torch
 
 from aserve.errors import ConfigError
 from aserve.gpu.models.base import LoadPlan
+from aserve.gpu.models.config.model import read_fields
 from aserve.gpu.models.transformers.attention import PAGED, register
 from aserve.gpu.models.transformers.model import TransformersModel
 from aserve.gpu.models.transformers.probe import NotSupported, probe
@@ -33,6 +34,11 @@ if TYPE_CHECKING:
 FAULTS = (
     *(TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError),
     *(RuntimeError, NotImplementedError, ImportError),
+)
+OWN_CODE = (
+    "its code is in the model's directory (auto_map in config.json), and such code is never run. "
+    "`aserve models` lists the architectures that need none. Take a version of the model in the "
+    "format of transformers, whose name often ends with -hf, or another model"
 )
 
 
@@ -84,11 +90,14 @@ def make_transformers_loader(model_dir: Path, architecture: str) -> Transformers
     from transformers import AutoConfig, AutoModelForCausalLM, __version__
 
     register()
+    has_own_code = bool(read_fields(model_dir).section("auto_map").names)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             str(model_dir), local_files_only=True, trust_remote_code=False
         )
     except (OSError, *FAULTS) as error:
+        if has_own_code:
+            raise _refusal(architecture, OWN_CODE) from None
         text = str(error).strip().splitlines()[0]
         raise ConfigError(f"transformers cannot read {model_dir}/config.json: {text}") from error
     if config.is_encoder_decoder:
@@ -97,7 +106,8 @@ def make_transformers_loader(model_dir: Path, architecture: str) -> Transformers
     kinds = known if isinstance(known, tuple) else (known,)
     kind = next((kind for kind in kinds if kind.__name__ == architecture), None)
     if kind is None:
-        raise _refusal(architecture, f"it is no causal model of transformers {__version__}")
+        unknown = f"it is no causal model of transformers {__version__}"
+        raise _refusal(architecture, OWN_CODE if has_own_code else unknown)
     if kind._is_stateful:
         raise _refusal(architecture, "it has recurrent layers, whose state is not in a KV cache")
     if not kind._supports_attention_backend:

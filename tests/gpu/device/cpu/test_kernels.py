@@ -78,7 +78,7 @@ def test_the_kernels_of_a_machine_are_those_of_its_instructions_and_all_that_mod
     for dtype in (torch.float32, torch.bfloat16):
         for num_threads in (1, 2, 8):
             assert set(kernels_of(dtype, AVX512, num_threads=num_threads)) <= set(every)
-    only_on_avx512 = {"decoder_forward", "packed_linear", "chunk_attention"}
+    only_on_avx512 = {"decoder_forward", "draft_forward", "packed_linear", "chunk_attention"}
     assert not only_on_avx512 & {variant.kernel for variant in on_avx2}
     assert {variant.dtype for variant in on_avx2} == {"float32"}
     on_amx = all_kernels(replace(AVX512, bf16_products=AMX))

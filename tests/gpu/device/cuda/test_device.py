@@ -16,7 +16,7 @@ from torch import Tensor
 from aserve.errors import ConfigError
 from aserve.gpu.cudagraph.graphs import StepGraph, StepGraphs
 from aserve.gpu.decode.autoregressive import Autoregressive
-from aserve.gpu.decode.base import DecodeMode, OnPublish
+from aserve.gpu.decode.base import DecodeMode, OnPublish, StepRunner
 from aserve.gpu.device.cuda.device import CudaDevice
 from aserve.gpu.device.cuda.ops import prepare_invariant
 from aserve.gpu.device.cuda.runtime import Memory
@@ -27,6 +27,7 @@ from aserve.gpu.models.base import CausalModel
 from aserve.gpu.sampling.ops import SHAPED_OPS
 from aserve.gpu.sampling.params import LogitsRows, RowTables
 from aserve.gpu.sampling.plan import SamplePlan
+from aserve.gpu.spec.base import DraftRows, Drafts
 from aserve.gpu.step.plan import StepPlan
 from aserve.gpu.step.results import Packed
 from aserve.gpu.weights.format import WeightRequest
@@ -79,7 +80,7 @@ async def all_is_asked(executor: TorchExecutor) -> None:
     def say_so() -> None:
         loop.call_soon_threadsafe(is_through.set_result, None)
 
-    executor._inbox.put(say_so)
+    executor._threads.jobs.put(say_so)
     await unless_dead(executor, is_through)
 
 
@@ -226,8 +227,8 @@ def test_a_request_for_which_there_is_never_memory_fails_alone() -> None:
 def test_memory_that_runs_out_while_capturing_costs_graphs_and_no_token(
     mode: DecodeMode, num_logits: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With drafts it runs out behind the graph break. A capture left open would fail the next
-    one with another error.
+    """With drafts it runs out behind the graph break, in the first captures. A capture left open
+    would fail the next one with another error.
     """
     cuda = FakeCuda()
     num_captured = 0
@@ -244,10 +245,11 @@ def test_memory_that_runs_out_while_capturing_costs_graphs_and_no_token(
     with caplog.at_level(logging.WARNING, logger="aserve.gpu.cudagraph.graphs"):
         served = serve(captured(executor), asked)
     assert served.outputs == plain_tokens(asked)
-    assert cuda.num_replays == 0
+    assert cuda.num_replays == 0 or num_logits > 1
     cuda.assert_sound()
     warnings = [record.getMessage() for record in caplog.records]
-    assert ["rows failed: OutOfMemoryError" in warning for warning in warnings] == [True] * 3
+    assert len(warnings) >= 3
+    assert all("capturing one failed: OutOfMemoryError" in warning for warning in warnings)
 
 
 # ---------------------------------------------------------------- memory
@@ -295,6 +297,20 @@ def test_every_kind_of_draw_is_run_before_requests_come(monkeypatch: pytest.Monk
     executor_on(FakeCuda(), num_pages=None)
     most = (True, True, True)
     assert kinds == [most, most, (True, True, False), (True, False, False)]
+
+
+def test_the_largest_steps_have_windows_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What drafts and their verification take is not left for KV."""
+    seen: list[tuple[int, int]] = []
+    draft = Stumbling.draft
+
+    def noted(self: Stumbling, runner: StepRunner, rows: DraftRows) -> Drafts:
+        seen.append((len(rows.rows), rows.num_drafts))
+        return draft(self, runner, rows)
+
+    monkeypatch.setattr(Stumbling, "draft", noted)
+    executor_on(FakeCuda(), mode=speculative(Stumbling(3)), num_pages=None, max_rows=4)
+    assert seen == [(4, 3)]
 
 
 def no_zeros(_device: CudaDevice, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -78,14 +78,18 @@ def test_a_model_larger_than_memory_is_refused_first(tmp_path: Path) -> None:
     assert "take a smaller dtype or a smaller model" in message
 
 
-def test_code_beside_a_checkpoint_is_never_run(tmp_path: Path) -> None:
-    """Its family is known to nobody but its own file, which would leave a trace."""
+@pytest.mark.parametrize("model_type", ["own", "llama"])
+def test_code_beside_a_checkpoint_is_never_run(model_type: str, tmp_path: Path) -> None:
+    """Its class is known to nobody but its own file, which would leave a trace. The refusal says
+    what to do instead."""
     (tmp_path / "modeling_own.py").write_text(f"open({str(tmp_path / 'trace')!r}, 'w')\n")
     kinds = {"AutoConfig": "OwnConfig", "AutoModelForCausalLM": "OwnForCausalLM"}
     own = {name: f"modeling_own.{code}" for name, code in kinds.items()}
-    config = {"architectures": ["OwnForCausalLM"], "model_type": "own", "auto_map": own}
+    config = {"architectures": ["OwnForCausalLM"], "model_type": model_type, "auto_map": own}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert "transformers cannot read" in refusal_of(tmp_path)
+    refusal = refusal_of(tmp_path)
+    assert "OwnForCausalLM is not supported: its code is in the model's directory" in refusal
+    assert "`aserve models` lists" in refusal
     assert not (tmp_path / "trace").exists()
 
 

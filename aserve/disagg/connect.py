@@ -1,0 +1,131 @@
+"""Connects an engine with those that compute prompts for it, or for which it computes prompts."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from aserve.actors.scheduler import KvEvent
+from aserve.actors.supervisor import Supervised
+from aserve.channel import Sink
+from aserve.config import DisaggregationOptions, Resolved
+from aserve.disagg.decode import Awaiting, KvReceiver
+from aserve.disagg.prefill import KvSender, Peers, WithoutTransfers, listen
+from aserve.disagg.wire import address_of
+from aserve.errors import ConfigError
+from aserve.host.hub import resolve_model_dir
+from aserve.messages.executor import EngineSpec, SchedulerEvent
+from aserve.messages.output import DetokenizerEvent
+from aserve.messages.transfers import KvAccess
+from aserve.observability.reports import KvTransferred
+
+SAMPLE_BYTES = 64 << 10  # read at the head, in the middle and at the end of each file
+
+logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class HasKv(Protocol):
+    """An executor whose KV can be transferred."""
+
+    spec: EngineSpec
+
+    def kv_access(self) -> KvAccess: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """The ports of a scheduler with transfers, and the actors behind them. `requests` is the
+    scheduler's inbox for requests.
+    """
+
+    requests: Sink[SchedulerEvent]
+    text: Sink[DetokenizerEvent]
+    kv: Sink[KvEvent] | None = None
+    actors: tuple[Supervised, ...] = ()
+
+
+def open_transfers(
+    executor: object,
+    resolved: Resolved,
+    *,
+    events: Sink[SchedulerEvent],
+    text: Sink[DetokenizerEvent],
+    report: Callable[[KvTransferred], None],
+) -> Transfers:
+    """Raises ConfigError if the options do not fit together, or the port is taken."""
+    options = resolved.disaggregation
+    mode = options.disaggregation_mode
+    if mode == "null":
+        return Transfers(events, text)
+    if not isinstance(executor, HasKv):
+        raise ConfigError(
+            f"--disaggregation-mode {mode}: the device {resolved.machine.device} cannot transfer KV"
+        )
+    spec = executor.spec
+    if spec.task != "generate" or not spec.decode.root_len:
+        raise ConfigError(
+            f"--disaggregation-mode {mode} is for models that generate token by token, not for "
+            "diffusion, embedding or classifying models"
+        )
+    access = executor.kv_access()
+    is_dummy = resolved.model.load_format == "dummy"
+    model = fingerprint(
+        resolve_model_dir(resolved.model_source, has_weights=not is_dummy), is_dummy=is_dummy
+    )
+    key = options.disaggregation_key or ""
+    if mode == "decode":
+        addresses = _addresses(options)
+        receiver = KvReceiver(access, events, addresses, key=key, model=model, report=report)
+        return Transfers(Awaiting(events), text, receiver, (receiver,))
+    sender = KvSender(access, events, Peers(key, model), _listen(options), report)
+    return Transfers(events, WithoutTransfers(text, sender), sender, (sender,))
+
+
+def fingerprint(folder: Path, *, is_dummy: bool = False) -> str:
+    """Returns a digest of a model's configuration, and of samples of its weights' files: two models
+    with one configuration differ all over their weights.
+    """
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in () if is_dummy else sorted(folder.glob("*.safetensors")):
+        digest.update(f"{path.name} {path.stat().st_size}".encode())
+        for sample in _samples(path):
+            digest.update(sample)
+    return digest.hexdigest()[:32]
+
+
+def _samples(path: Path) -> Iterator[bytes]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        for start in (0, size // 2, max(size - SAMPLE_BYTES, 0)):
+            file.seek(start)
+            yield file.read(SAMPLE_BYTES)
+
+
+def _addresses(options: DisaggregationOptions) -> list[tuple[str, int]]:
+    if not options.disaggregation_prefill:
+        raise ConfigError(
+            "--disaggregation-mode decode needs --disaggregation-prefill HOST:PORT,...: the "
+            "engines that compute its prompts"
+        )
+    try:
+        return [address_of(each.strip()) for each in options.disaggregation_prefill.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--disaggregation-prefill: {error}") from None
+
+
+def _listen(options: DisaggregationOptions) -> socket.socket:
+    host, port = options.disaggregation_host, options.disaggregation_bootstrap_port
+    try:
+        sock = listen(host, port)
+    except OSError as error:
+        raise ConfigError(
+            f"--disaggregation-mode prefill: cannot listen on {host}:{port}: {error}"
+        ) from None
+    logger.info("decode engines can fetch KV at %s:%d", *sock.getsockname()[:2])
+    return sock

@@ -1,0 +1,228 @@
+"""`KvReceiver`: fetches the KV of prompts from prefill engines, with a thread for each transfer."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import msgspec
+
+from aserve.actors.base import Actor
+from aserve.channel import Sink
+from aserve.disagg.wire import (
+    VERSION,
+    Block,
+    Connection,
+    Failed,
+    Fetch,
+    TransferError,
+    TransferRefused,
+    Waiting,
+    connect,
+)
+from aserve.errors import StepError
+from aserve.host.threads import in_thread
+from aserve.messages.executor import SchedulerEvent
+from aserve.messages.output import Refused, Retired
+from aserve.messages.requests import AdmitRequest
+from aserve.messages.transfers import KvAccess, KvFailed, KvReady, ReceiveKv, SendKv
+from aserve.observability.reports import KvTransferred
+
+COOL_S = 5.0  # a prefill engine that broke a transfer off is left alone for this long
+MAX_WRITES = 2  # blocks that wait for the device, per transfer
+
+logger = logging.getLogger(__name__)
+
+
+class Awaiting:
+    """The scheduler's inbox for requests: those whose prompt another engine can compute await their
+    KV.
+    """
+
+    def __init__(self, events: Sink[SchedulerEvent]) -> None:
+        self._events = events
+
+    def send(self, message: SchedulerEvent) -> None:
+        if isinstance(message, AdmitRequest) and _is_plain(message):
+            message = msgspec.structs.replace(message, awaits_kv=True)
+        self._events.send(message)
+
+
+def _is_plain(request: AdmitRequest) -> bool:
+    """Returns whether the KV of a prompt depends on its tokens alone, and nothing else is wanted of
+    the prompt.
+    """
+    is_special = request.embeds or request.lora_slot or request.pictures
+    return request.is_causal and not is_special and request.sampling.prompt_logprobs is None
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    address: tuple[str, int]
+    num_transfers: int = 0
+    failed_at_s: float = float("-inf")
+
+    @property
+    def is_cooling(self) -> bool:
+        """WHY: a host that does not answer would cost every request CONNECT_S."""
+        return time.monotonic() - self.failed_at_s < COOL_S
+
+    def __str__(self) -> str:
+        return f"{self.address[0]}:{self.address[1]}"
+
+
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    """`done` tokens have their KV, or have it on the way to the device in `writes`."""
+
+    asked: ReceiveKv
+    done: int
+    connection: Connection | None = None
+    is_cancelled: bool = False
+    num_bytes: int = 0
+    writes: deque[Future[None]] = field(default_factory=deque)
+
+    @property
+    def stop(self) -> int:
+        return self.asked.num_tokens - 1
+
+    def settle(self, *, most: int = 0) -> None:
+        """Waits until at most so many writes are under way."""
+        while len(self.writes) > most:
+            self.writes.popleft().result()
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        if self.connection is not None:
+            self.connection.abort()
+
+
+class KvReceiver(Actor[None]):
+    """`send` is the scheduler's port for KV."""
+
+    def __init__(
+        self,
+        access: KvAccess,
+        events: Sink[SchedulerEvent],
+        addresses: Sequence[tuple[str, int]],
+        *,
+        key: str,
+        model: str,
+        report: Callable[[KvTransferred], None],
+    ) -> None:
+        super().__init__("kv-receiver")
+        self._access = access
+        self._events = events
+        self._peers = [_Peer(address) for address in addresses]
+        self._key, self._model = key, model
+        self._report = report
+        self._transfers: dict[tuple[str, int], _Transfer] = {}
+
+    async def run(self) -> None:
+        """Its work is in the tasks of transfers."""
+
+    async def stop(self) -> None:
+        for transfer in self._transfers.values():
+            transfer.cancel()
+        await super().stop()
+
+    def send(self, effect: ReceiveKv | SendKv | Retired | Refused) -> None:
+        if isinstance(effect, ReceiveKv):
+            transfer = _Transfer(effect, done=effect.first)
+            self._transfers[effect.request_id, effect.child] = transfer
+            self.spawn(self._receive(transfer))
+        elif isinstance(effect, Retired):
+            ended = self._transfers.get((effect.request_id, effect.child))
+            if ended is not None:
+                ended.cancel()
+
+    async def _receive(self, transfer: _Transfer) -> None:
+        asked, began_s = transfer.asked, time.monotonic()
+        reason = await in_thread(functools.partial(self._try_peers, transfer), name="kv-receiver")
+        del self._transfers[asked.request_id, asked.child]
+        outcome = "ok" if reason is None else "cancelled" if transfer.is_cancelled else "failed"
+        seconds = time.monotonic() - began_s
+        self._report(KvTransferred("received", outcome, transfer.num_bytes, seconds))
+        if reason is None:
+            self._events.send(KvReady(asked.request_id, asked.child, b""))
+            return
+        if not transfer.is_cancelled:
+            logger.warning("the KV of %s is computed here: %s", asked.request_id, reason)
+        self._events.send(KvFailed(asked.request_id, asked.child, StepError(reason).info()))
+
+    def _try_peers(self, transfer: _Transfer) -> str | None:
+        """Runs on the transfer's thread. Returns None when all KV is in the pools, or the reason
+        why not; nothing writes to the pages any more.
+        """
+        reason = "every prefill engine failed just now"
+        for peer in sorted(self._peers, key=lambda each: each.num_transfers):
+            if transfer.is_cancelled:
+                return "cancelled"
+            if peer.is_cooling:
+                continue
+            peer.num_transfers += 1
+            try:
+                self._talk(transfer, peer)
+                return None
+            except TransferRefused as refusal:
+                reason = f"{peer}: {refusal}"
+            except (OSError, TransferError, RuntimeError) as error:
+                reason = f"{peer}: {error}"
+                if not transfer.is_cancelled:
+                    peer.failed_at_s = time.monotonic()
+            finally:
+                peer.num_transfers -= 1
+                if transfer.connection is not None:
+                    transfer.connection.close()
+                _wait_for(transfer.writes)
+        return reason
+
+    def _talk(self, transfer: _Transfer, peer: _Peer) -> None:
+        asked = transfer.asked
+        connection = transfer.connection = connect(*peer.address)
+        connection.send(
+            Fetch(
+                VERSION,
+                *(self._key, self._model, self._access.geometry),
+                first=transfer.done,
+                token_ids=asked.token_ids,
+                namespace=asked.namespace,
+            )
+        )
+        while transfer.done < transfer.stop:
+            match connection.receive():
+                case Block() as block:
+                    self._take(transfer, connection, block)
+                case Failed(reason):
+                    raise TransferRefused(reason)
+                case Waiting():
+                    pass
+                case Fetch():
+                    raise TransferError("the peer asks, too: it is no prefill engine")
+        transfer.settle()
+
+    def _take(self, transfer: _Transfer, connection: Connection, block: Block) -> None:
+        stop = block.first + block.num_tokens
+        size = block.num_tokens * self._access.bytes_per_token
+        is_next = block.first == transfer.done < stop <= transfer.stop
+        if not is_next or block.num_bytes != size:
+            raise TransferError(
+                f"a block of tokens {block.first} to {stop} with {block.num_bytes} bytes, not the "
+                f"next of {transfer.done} to {transfer.stop} with {size}"
+            )
+        values = connection.receive_values(block)
+        ids = transfer.asked.token_ids[4 * block.first : 4 * stop]
+        transfer.settle(most=MAX_WRITES - 1)
+        transfer.writes.append(self._access.write(transfer.asked.pages, block.first, ids, values))
+        transfer.done, transfer.num_bytes = stop, transfer.num_bytes + block.num_bytes
+
+
+def _wait_for(writes: deque[Future[None]]) -> None:
+    """Waits for all of them, whether they fail or not: the pages are then left alone."""
+    while writes:
+        writes.popleft().exception()

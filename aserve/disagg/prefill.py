@@ -1,0 +1,241 @@
+"""`KvSender`: computes the prompts that other engines ask for, and sends them the KV."""
+
+# Theory of operation
+#
+# A connection has one thread, which blocks on the socket. It reads the Fetch, hands a `_Transfer`
+# to the event loop, and then sends what comes out of the transfer's queue. The loop admits a
+# request for the prompt (max_tokens 0, so that nothing is sampled). For each SendKv of the
+# scheduler it asks the device for the new KV, at once: the read is then ordered before the next
+# launch, and only later launches can write the pages. So no page need be held for a peer that reads
+# slowly. What is read waits on the host; MAX_TRANSFERS bounds that.
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hmac
+import logging
+import queue
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from aserve.actors.base import Actor
+from aserve.channel import Sink
+from aserve.disagg.wire import (
+    VERSION,
+    WAITING_S,
+    Connection,
+    Failed,
+    Fetch,
+    TransferError,
+    Waiting,
+)
+from aserve.errors import ErrorInfo
+from aserve.host.threads import in_thread
+from aserve.messages.base import array_i32
+from aserve.messages.executor import SchedulerEvent
+from aserve.messages.output import DetokenizerEvent, Refused, Retired
+from aserve.messages.requests import AdmitRequest, Cancel, SamplingParams
+from aserve.messages.transfers import HostKv, KvAccess, ReceiveKv, SendKv
+from aserve.observability.reports import KvTransferred
+
+MAX_TRANSFERS = 256  # connections at a time
+PART_BYTES = 16 << 20  # one is copied while the one before it is sent
+CLIENT = "disaggregation"  # has one share of the engine beside its own clients
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """What both sides must have in common. `model` names the weights."""
+
+    key: str
+    model: str
+
+    def refusal(self, fetch: Fetch, geometry: str) -> str | None:
+        """Returns why a peer gets nothing, or None."""
+        if not hmac.compare_digest(fetch.key.encode(), self.key.encode()):
+            return "--disaggregation-key is another one here"
+        theirs = (fetch.version, fetch.model, fetch.geometry)
+        for what, mine, its in zip(
+            ("protocol", "model", "KV"), (VERSION, self.model, geometry), theirs, strict=True
+        ):
+            if mine != its:
+                return f"the two engines differ in their {what}: {mine} here, {its} there"
+        return None
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    first: int
+    num_tokens: int
+    values: Future[HostKv]
+
+
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    """`parts` gives the KV in order, and then None, or the reason why no more comes."""
+
+    request_id: str
+    num_tokens: int
+    sent_len: int  # tokens that the peer has, or whose KV is in `parts`
+    num_bytes: int = 0  # on their way or there
+    parts: queue.SimpleQueue[_Part | str | None] = field(default_factory=queue.SimpleQueue)
+
+
+class KvSender(Actor[None]):
+    """`send` is the scheduler's port for KV. It acts at once: see above."""
+
+    def __init__(
+        self,
+        access: KvAccess,
+        events: Sink[SchedulerEvent],
+        peers: Peers,
+        sock: socket.socket,
+        report: Callable[[KvTransferred], None],
+    ) -> None:
+        """`sock` listens."""
+        super().__init__("kv-sender")
+        self._access = access
+        self._part_len = max(1, PART_BYTES // access.bytes_per_token)
+        self._events = events
+        self._peers = peers
+        self._report = report
+        self._sock = sock
+        self._transfers: dict[str, _Transfer] = {}
+        self._connections: set[Connection] = set()
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._sock.setblocking(False)
+        while True:
+            accepted, _ = await loop.sock_accept(self._sock)
+            if len(self._connections) >= MAX_TRANSFERS:
+                accepted.close()  # the peer tries another engine, or computes the prompt itself
+                continue
+            accepted.setblocking(True)
+            connection = Connection(accepted)
+            self._connections.add(connection)
+            self.spawn(self._serve(connection))
+
+    async def stop(self) -> None:
+        for connection in self._connections:
+            connection.abort()
+        await super().stop()
+        self._sock.close()
+
+    def owns(self, request_id: str) -> bool:
+        return request_id in self._transfers
+
+    def send(self, effect: ReceiveKv | SendKv | Retired | Refused) -> None:
+        transfer = self._transfers.get(effect.request_id)
+        if transfer is None or isinstance(effect, ReceiveKv):
+            return
+        if isinstance(effect, SendKv):
+            stop = min(effect.num_tokens, transfer.num_tokens)
+            for first in range(transfer.sent_len, stop, self._part_len):
+                until = min(first + self._part_len, stop)
+                values = self._access.read(effect.pages, first, until)
+                transfer.parts.put(_Part(first, until - first, values))
+                transfer.sent_len = until
+            return
+        del self._transfers[effect.request_id]
+        error: ErrorInfo | None = effect.error
+        is_whole = transfer.sent_len == transfer.num_tokens
+        reason = error.message if error else "the prompt was not computed to its end"
+        transfer.parts.put(None if is_whole else reason)
+
+    async def _serve(self, connection: Connection) -> None:
+        loop, began_s, outcome = asyncio.get_running_loop(), time.monotonic(), "ok"
+        transfers: list[_Transfer] = []
+
+        def begin(fetch: Fetch) -> _Transfer:
+            """Called on the connection's thread."""
+            num_tokens = len(array_i32(fetch.token_ids)) - 1
+            transfer = _Transfer(f"kv-{uuid.uuid4().hex}", num_tokens, fetch.first)
+            transfers.append(transfer)
+            loop.call_soon_threadsafe(self._admit, transfer, fetch)
+            return transfer
+
+        work = functools.partial(_talk, connection, self._access.geometry, self._peers, begin)
+        try:
+            await in_thread(work, name="kv-sender")
+        except (OSError, TransferError) as error:
+            logger.info("a transfer of KV ended early: %s", error)
+            outcome = "failed"
+        finally:
+            connection.close()
+            self._connections.discard(connection)
+            num_bytes = sum(each.num_bytes for each in transfers)
+            seconds = time.monotonic() - began_s
+            self._report(KvTransferred("sent", outcome, num_bytes, seconds))
+            for transfer in transfers:
+                if self._transfers.pop(transfer.request_id, None) is not None:
+                    self._events.send(Cancel(transfer.request_id, None, 0, "cancelled"))
+
+    def _admit(self, transfer: _Transfer, fetch: Fetch) -> None:
+        self._transfers[transfer.request_id] = transfer
+        self._events.send(
+            AdmitRequest(
+                transfer.request_id,
+                fetch.token_ids,
+                SamplingParams(seed=0, max_tokens=0),
+                namespace=fetch.namespace,
+                client=CLIENT,
+                sends_kv=True,
+            )
+        )
+
+
+class WithoutTransfers:
+    """The scheduler's port for text, but for the requests of transfers: these have no client."""
+
+    def __init__(self, text: Sink[DetokenizerEvent], sender: KvSender) -> None:
+        self._text = text
+        self._sender = sender
+
+    def send(self, message: DetokenizerEvent) -> None:
+        if isinstance(message, Retired | Refused) and self._sender.owns(message.request_id):
+            return
+        self._text.send(message)
+
+
+def _talk(
+    connection: Connection, geometry: str, peers: Peers, begin: Callable[[Fetch], _Transfer]
+) -> None:
+    """The whole conversation, on a thread of its own."""
+    fetch = connection.receive()
+    if not isinstance(fetch, Fetch):
+        raise TransferError(f"a conversation begins with a Fetch, not with {fetch}")
+    refusal = peers.refusal(fetch, geometry)
+    length = len(array_i32(fetch.token_ids))
+    if refusal is None and not 0 <= fetch.first < length - 1:
+        refusal = f"there is nothing to send from token {fetch.first} on of a prompt of {length}"
+    if refusal is not None:
+        connection.send(Failed(refusal))
+        return
+    transfer = begin(fetch)
+    while True:
+        try:
+            part = transfer.parts.get(timeout=WAITING_S)
+        except queue.Empty:
+            connection.send(Waiting())
+            continue
+        if part is None:
+            return
+        if isinstance(part, str):
+            connection.send(Failed(part))
+            return
+        values = part.values.result()()
+        connection.send_block(part.first, part.num_tokens, values)
+        transfer.num_bytes += len(values)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Raises OSError if the address cannot be used."""
+    return socket.create_server((host, port), backlog=MAX_TRANSFERS)

@@ -1,0 +1,150 @@
+"""The protocol of transfers: one connection for each, with messages and blocks of KV.
+
+The decode side sends one Fetch. The prefill side answers with Blocks in order, which cover the
+tokens that were asked for, or with Failed. It sends Waiting when it has nothing else to send, so
+that a peer which says nothing for IDLE_S is known to be gone.
+
+A message is its length (4 bytes, little-endian), msgpack, and for a Block its bytes. Every Block
+has a checksum (CRC-32), because a changed byte would change the answer and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import zlib
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+
+VERSION = 1
+CONNECT_S = 5.0
+IDLE_S = 10.0
+WAITING_S = 1.0  # between two signs of life
+MAX_MESSAGE_BYTES = 64 << 20  # a Fetch has the ids of a prompt, and all else is small
+MAX_BLOCK_BYTES = 256 << 20
+
+LENGTH = struct.Struct("<I")
+
+
+class Fetch(msgspec.Struct, frozen=True, tag=True):
+    """Asks for the KV of tokens from `first` on, but for that of the last one, which is there
+    because a drafter's KV may depend on the token behind. `model` and `geometry` must be the peer's
+    own.
+    """
+
+    version: int
+    key: str
+    model: str
+    geometry: str
+    first: int
+    token_ids: bytes  # int32
+    namespace: str
+
+
+class Block(msgspec.Struct, frozen=True, tag=True):
+    """The KV of `num_tokens` tokens from `first` on; `num_bytes` follow."""
+
+    first: int
+    num_tokens: int
+    num_bytes: int
+    checksum: int
+
+
+class Waiting(msgspec.Struct, frozen=True, tag=True):
+    """The prompt is still being computed."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The KV will not come."""
+
+    reason: str
+
+
+Message: TypeAlias = Fetch | Block | Waiting | Failed
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Message)
+
+
+class TransferError(Exception):
+    """The peer has broken the protocol."""
+
+
+class TransferRefused(TransferError):
+    """The peer has refused this transfer. It may take others."""
+
+
+class Connection:
+    """A blocking socket that carries messages. Used by one thread; any thread may `abort` it."""
+
+    __slots__ = ("_socket",)
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.settimeout(IDLE_S)
+        with contextlib.suppress(OSError):  # a Unix socket has no such option
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = sock
+
+    def send(self, message: Message) -> None:
+        body = _ENCODER.encode(message)
+        self._socket.sendall(LENGTH.pack(len(body)) + body)
+
+    def send_block(self, first: int, num_tokens: int, values: memoryview) -> None:
+        self.send(Block(first, num_tokens, len(values), zlib.crc32(values)))
+        self._socket.sendall(values)
+
+    def receive(self) -> Message:
+        """Raises TransferError for bytes that are no message, and OSError if the peer is gone."""
+        [length] = LENGTH.unpack(self._exactly(LENGTH.size))
+        if length > MAX_MESSAGE_BYTES:
+            raise TransferError(f"a message of {length} bytes: at most {MAX_MESSAGE_BYTES}")
+        try:
+            message: Message = _DECODER.decode(self._exactly(length))
+        except msgspec.MsgspecError as error:
+            raise TransferError(f"not a message of this protocol: {error}") from None
+        return message
+
+    def receive_values(self, block: Block) -> memoryview:
+        if block.num_bytes > MAX_BLOCK_BYTES:
+            raise TransferError(f"a block of {block.num_bytes} bytes: at most {MAX_BLOCK_BYTES}")
+        values: memoryview = np.empty(block.num_bytes, np.uint8).data  # not zeroed first
+        self._fill(values)
+        if (found := zlib.crc32(values)) != block.checksum:
+            raise TransferError(f"the checksum of a block is {found:#x}, not {block.checksum:#x}")
+        return values
+
+    def abort(self) -> None:
+        """Ends what the connection's thread is doing with an OSError."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _exactly(self, num_bytes: int) -> bytearray:
+        data = bytearray(num_bytes)
+        self._fill(memoryview(data))
+        return data
+
+    def _fill(self, view: memoryview) -> None:
+        done = 0
+        while done < len(view):
+            received = self._socket.recv_into(view[done:])
+            if not received:
+                raise ConnectionError("the peer closed the connection")
+            done += received
+
+
+def connect(host: str, port: int) -> Connection:
+    return Connection(socket.create_connection((host, port), timeout=CONNECT_S))
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """Parses HOST:PORT, with brackets around the colons of an IPv6 address. Raises ValueError."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"{text!r} is not HOST:PORT")
+    return host.removeprefix("[").removesuffix("]"), int(port)

@@ -1,0 +1,301 @@
+"""The records of models and layers that the compiled forwards of the CPU read: addresses of
+weights, pools and tables, and sizes. The kernels are aserve_kernels.cpu.decoder_forward and
+draft_forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from torch import Tensor
+
+from aserve.gpu.device.cpu.kernel_linear import TiledLinear
+from aserve.gpu.device.cpu.ops import CompiledNorm
+from aserve.gpu.kv.layer_groups import LayerSpec, Mask
+from aserve.gpu.layers.linear import LinearOp
+from aserve.gpu.layers.mlp import GatedMlp
+from aserve.gpu.layers.norm import AddNorm, Norm, RmsNorm, SumAndNorm
+from aserve.gpu.lora.tables import LoraLinear
+from aserve.gpu.models.base import CausalModel
+from aserve.gpu.models.decoder import Attention, Block, Decoder
+from aserve.gpu.models.draft_decoder import DraftDecoder, JoinedInputs, ScaledSum
+from aserve.gpu.step.future_map import LAST_TOKEN, SEQ_LEN, FutureMap
+from aserve.gpu.step.resolve import DRAFTS, DeviceState
+from aserve_kernels.cpu.decoder_layers import (
+    GELU,
+    GELU_TANH,
+    LAYER,
+    LORA,
+    MODEL,
+    NO_LAYERS,
+    NO_LORAS,
+    SILU,
+    Records,
+    Tables,
+)
+from aserve_kernels.cpu.host_rows import NO_WINDOW
+from aserve_kernels.cpu.online_softmax import fold_log2
+from aserve_kernels.draft_chain import DRAFT_PROBS
+from aserve_kernels.row_columns import FLOAT_COLUMNS, INT_COLUMNS
+
+ACTIVATIONS: Mapping[str, int] = {"silu": SILU, "gelu": GELU, "gelu_pytorch_tanh": GELU_TANH}
+PLAIN_INPUTS = JoinedInputs()
+LayerStack: TypeAlias = Decoder | DraftDecoder
+Values: TypeAlias = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The layers that turn a model's output into logits."""
+
+    product: LinearOp
+    norm: Norm | None = None
+    divisor: float = 1.0
+    softcap: float = 0.0
+
+
+def head_of(model: CausalModel | DraftDecoder) -> Head | None:
+    """Returns None if the logits are not those of a decoder's head."""
+    if isinstance(model, Decoder):
+        spec = model.spec
+        return Head(model.head, None, spec.logit_divisor, spec.logit_softcap or 0.0)
+    if not isinstance(model, DraftDecoder):
+        return None
+    if model.head is not None:
+        return Head(model.head, model.head_norm)
+    own = head_of(model.target)
+    return own and Head(own.product, model.head_norm, own.divisor, own.softcap)
+
+
+def is_covered(model: CausalModel | DraftDecoder, *, masks: tuple[Mask, ...]) -> bool:
+    """Whether the kernels can run this model. `masks`: those that its attention may have."""
+    if not isinstance(model, Decoder | DraftDecoder):
+        return False
+    head = head_of(model)
+    products: list[LinearOp | None] = [None if head is None else head.product]
+    if isinstance(model, DraftDecoder):
+        inputs = model.inputs or PLAIN_INPUTS
+        products += [p for p in (inputs.projection, model.next_hidden) if p is not None]
+    are_tiled = all(isinstance(_plain(product), TiledLinear) for product in products if product)
+    layers = [block.mixer.layer for block in model.blocks]
+    shapes = {layer and (layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
+    is_uniform = len(shapes) == 1 and len({layer and layer.mask for layer in layers}) == 1
+    has_masks = all(layer is not None and _has_mask(layer, masks) for layer in layers)
+    are_covered = all(map(_is_block_covered, model.blocks))
+    return None not in products and are_tiled and is_uniform and has_masks and are_covered
+
+
+def _has_mask(layer: LayerSpec, masks: tuple[Mask, ...]) -> bool:
+    """A window is that of a causal layer."""
+    return layer.mask in masks and (layer.mask is Mask.CAUSAL or layer.window is None)
+
+
+def _is_block_covered(block: Block) -> bool:
+    attention, mlp = block.mixer, block.mlp
+    if not isinstance(attention, Attention) or not isinstance(mlp, GatedMlp):
+        return False
+    are_tiled = all(isinstance(_plain(product), TiledLinear) for product in _products(block))
+    return are_tiled and attention.joint_norm is None and attention.sinks is None
+
+
+class ModelRecords:
+    """Describes a model to the kernels. It keeps alive the tensors that only the records point to;
+    the model keeps the others."""
+
+    __slots__ = ("_kept", "_state", "tables")
+
+    def __init__(self, model: LayerStack, state: DeviceState) -> None:
+        """The KV pools of `state` are those of the model."""
+        self._state = state
+        self._kept: list[Tensor] = []
+        layers = np.zeros(len(model.blocks), LAYER)
+        for index, block in enumerate(model.blocks):
+            values = self._layer(block, model.rotaries[block.rotary].table)
+            _record(layers[index : index + 1], values)
+        values = {**self._model(model), **self._draft_inputs(model), **_step_tables(state)}
+        record = _record(np.zeros(1, MODEL), values)
+        self.tables = Tables(record, layers, model.dtype, NO_LORAS, NO_LAYERS)
+
+    def _model(self, model: LayerStack) -> Values:
+        config = model.spec.config if isinstance(model, Decoder) else model.config
+        head, layer, table = head_of(model), model.blocks[0].mixer.layer, model.rotaries[0].table
+        assert head is not None
+        assert layer is not None
+        return {
+            "hidden": config.hidden_size,
+            "inner": config.intermediate_size,
+            "vocab": len(_tiled(head.product).bias),
+            "num_embeddings": len(model.embeddings),
+            "max_len": table.shape[0],
+            "heads": layer.num_heads,
+            "kv_heads": layer.num_kv_heads,
+            "head_dim": layer.head_dim,
+            "rotary_dim": table.shape[1],
+            "activation": ACTIVATIONS[config.activation],
+            "embeddings": model.embeddings.data_ptr(),
+            "first_norm": self._norm(model.first_norm),
+            **_product("head", head.product),
+            "head_norm": 0 if head.norm is None else self._norm(head.norm),
+            "stores_kv": layer.num_stored_heads > 0,
+            "is_causal": layer.mask is Mask.CAUSAL,
+            "eps": config.rms_norm_eps,
+            "residual_scale": model.spec.residual_scale if isinstance(model, Decoder) else 1.0,
+            "embedding_factor": model.embedding_factor,
+            "logit_divisor": head.divisor,
+            "logit_softcap": head.softcap,
+        }
+
+    def _draft_inputs(self, model: LayerStack) -> Values:
+        own = model if isinstance(model, DraftDecoder) else None
+        joined = None if own is None else own.inputs
+        inputs = joined or PLAIN_INPUTS
+        token_ids = None if own is None else own.token_ids
+        return {
+            "joined": 0 if joined is None else model.embeddings.shape[1],
+            "is_hidden_first": inputs.is_hidden_first,
+            "keeps_normed": inputs.keeps_normed,
+            "embedding_norm": self._norm(inputs.embedding_norm),
+            "hidden_norm": self._norm(inputs.hidden_norm),
+            **_product("projection", inputs.projection),
+            **_product("next_hidden", None if own is None else own.next_hidden),
+            "token_ids": 0 if token_ids is None else token_ids.data_ptr(),
+        }
+
+    def _layer(self, block: Block, cos_sin: Tensor) -> Values:
+        attention, mlp = block.mixer, block.mlp
+        assert isinstance(attention, Attention)
+        assert isinstance(mlp, GatedMlp)
+        layer, pools = attention.layer, self._state.pools
+        kv = pools.layers[layer.index]
+        factor, cap = fold_log2(layer.scale, layer.softcap)
+        head_norms, after = attention.head_norms, block.before_next
+        return {
+            **_product("qkv", attention.qkv),
+            **_product("out", attention.out),
+            **_product("gate_up", mlp.gate_up),
+            **_product("down", mlp.down),
+            "head_norms": 0 if head_norms is None else head_norms.weight.data_ptr(),
+            "after_attention": self._norm(block.after_attention),
+            "before_mlp": self._norm_of_sum(block.before_mlp),
+            "after_mlp": self._norm(block.after_mlp),
+            "before_next": self._norm_of_sum(after),
+            "out_scale": float(after.factor) if isinstance(after, ScaledSum) else 1.0,
+            "cos_sin": cos_sin.data_ptr(),
+            "keys": kv.keys.data_ptr(),
+            "values": kv.values.data_ptr(),
+            "num_slots": len(kv.keys),
+            "page_table": pools.page_tables[kv.group].data_ptr(),
+            "window": NO_WINDOW if layer.window is None else layer.window,
+            "factor": factor,
+            "cap": cap,
+            "head_eps": 0.0 if head_norms is None else head_norms.eps,
+        }
+
+    def _norm(self, norm: Norm) -> int:
+        """The address of a norm's weight in float32; 0 for no norm."""
+        if not isinstance(norm, CompiledNorm | RmsNorm):
+            return 0
+        self._kept.append(norm.weight.float().contiguous())
+        return self._kept[-1].data_ptr()
+
+    def _norm_of_sum(self, norm: SumAndNorm) -> int:
+        assert isinstance(norm, AddNorm | ScaledSum)  # all that the CPU's operators make
+        return self._norm(norm.norm)
+
+
+def _step_tables(state: DeviceState) -> Values:
+    """The engine's tables, which all models of an engine share."""
+    pools, tables, relay = state.pools, state.tables, state.relay
+    table_rows, table_columns = pools.page_tables[0].shape
+    return {
+        "page_size": pools.page_size,
+        "table_rows": table_rows,
+        "table_columns": table_columns,
+        "token_pool": pools.token_pool.data_ptr(),
+        "num_slots": len(pools.token_pool),
+        "token_pages": pools.page_tables[0].data_ptr(),
+        "last_token": relay.table(LAST_TOKEN).data_ptr(),
+        "written_iter": relay.written_iter.data_ptr(),
+        "seq_len": relay.table(SEQ_LEN).data_ptr() if SEQ_LEN in relay else 0,
+        "drafts": relay.table(DRAFTS).data_ptr() if DRAFTS in relay else 0,
+        "max_drafts": relay.table(DRAFTS).shape[1] if DRAFTS in relay else 0,
+        **_probs(relay),
+        **_column("seed", tables.int_table, INT_COLUMNS),
+        **_column("temperature", tables.float_table, FLOAT_COLUMNS),
+    }
+
+
+def _probs(relay: FutureMap) -> Values:
+    if DRAFT_PROBS not in relay:
+        return {"draft_probs": 0, "probs_drafts": 0, "probs_vocab": 0}
+    table = relay.table(DRAFT_PROBS)
+    num_drafts, vocab = table.shape[1:]
+    return {"draft_probs": table.data_ptr(), "probs_drafts": num_drafts, "probs_vocab": vocab}
+
+
+def describe_loras(decoder: Decoder) -> Records:
+    """Returns the records of all layers' adapters, in the order of LORA_LAYERS."""
+    stacks = [
+        product.stack
+        for block in decoder.blocks
+        for product in _products(block)
+        if isinstance(product, LoraLinear)
+    ]
+    records = np.zeros(len(stacks), LORA)
+    for index, stack in enumerate(stacks):
+        slots, parts, rank, _ = stack.a.shape
+        values = {
+            "slots": slots,
+            "parts": parts,
+            "rank": rank,
+            "a": stack.a.data_ptr(),
+            "b": stack.b.data_ptr(),
+            "ranks": stack.ranks.ctypes.data,
+            "bounds": stack.bounds.ctypes.data,
+        }
+        _record(records[index : index + 1], values)
+    return records
+
+
+def _products(block: Block) -> tuple[LinearOp, LinearOp, LinearOp, LinearOp]:
+    """Returns the linear layers, in the order of LORA_LAYERS."""
+    attention, mlp = block.mixer, block.mlp
+    assert isinstance(attention, Attention)
+    assert isinstance(mlp, GatedMlp)
+    return attention.qkv, attention.out, mlp.gate_up, mlp.down
+
+
+def _plain(product: LinearOp) -> LinearOp:
+    """Returns the layer without its adapters."""
+    return product.base if isinstance(product, LoraLinear) else product
+
+
+def _tiled(product: LinearOp) -> TiledLinear:
+    product = _plain(product)
+    assert isinstance(product, TiledLinear)
+    return product
+
+
+def _product(name: str, product: LinearOp | None) -> dict[str, int]:
+    if product is None:
+        return {name: 0, f"{name}_bias": 0}
+    tiled = _tiled(product)
+    return {name: tiled.packed.ctypes.data, f"{name}_bias": tiled.bias.ctypes.data}
+
+
+def _column(name: str, table: Tensor, columns: tuple[str, ...]) -> dict[str, int]:
+    return {
+        f"{name}s": table[:, columns.index(name)].data_ptr(),
+        f"{name}_columns": table.shape[1],
+    }
+
+
+def _record(record: Records, values: Values) -> Records:
+    assert record.dtype.names is not None
+    assert set(values) == set(record.dtype.names)
+    for name, value in values.items():
+        record[name] = value
+    return record

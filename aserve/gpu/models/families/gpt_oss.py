@@ -1,0 +1,93 @@
+"""gpt-oss: biases everywhere, attention sinks, a window in every other layer, and experts whose
+activation is clamped:
+
+    y = (min(max(up, -7), 7) + 1) * g * sigmoid(1.702 g)    with g = min(gate, 7)
+
+Reference: modeling_gpt_oss.py in transformers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aserve.gpu.models.config.layer_types import periodic_windows
+from aserve.gpu.models.config.model import ModelConfig
+from aserve.gpu.models.decoder_spec import Biases, DecoderSpec
+from aserve.gpu.moe.layer import ExpertMlp, ExpertsSpec, GatedExperts
+from aserve.gpu.moe.routing import Routing, Scores, checked_top_k
+from aserve.gpu.weights.source import WeightSource
+
+DEFAULTS = {
+    "attention_bias": True,
+    "head_dim": 64,
+    "num_experts_per_tok": 4,
+    "num_key_value_heads": 8,
+    "num_local_experts": 128,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 128,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+}
+
+
+def gpt_oss(config: ModelConfig) -> DecoderSpec:
+    fields, bias = config.fields, config.attention_bias
+    return DecoderSpec(
+        config,
+        windows=periodic_windows(fields, period=2),
+        mlps=(_experts,) * config.num_layers,
+        biases=Biases(qkv=bias, attention_out=bias),
+        has_sinks=True,
+    )
+
+
+def _experts(index: int, spec: DecoderSpec, weights: WeightSource, /) -> ExpertMlp:
+    """The checkpoint has one tensor for all experts, [experts, in, out], with the rows of gate and
+    up in turns."""
+    fields, hidden, size = (
+        spec.config.fields,
+        spec.config.hidden_size,
+        spec.config.intermediate_size,
+    )
+    count = fields.integer("num_local_experts")
+    prefix = f"model.layers.{index}.mlp"
+
+    def stacked(name: str, num_in: int, num_out: int) -> tuple[Tensor, Tensor]:
+        stack = weights.tensor(f"{prefix}.experts.{name}", (count, num_in, num_out))
+        biases = weights.tensor(f"{prefix}.experts.{name}_bias", (count, num_out))
+        return stack.transpose(1, 2), biases
+
+    gate_up, gate_up_bias = (_halves(rows) for rows in stacked("gate_up_proj", hidden, 2 * size))
+    down, down_bias = stacked("down_proj", size, hidden)
+    experts = GatedExperts(
+        weights.grouped(gate_up.contiguous(), gate_up_bias.contiguous()),
+        weights.grouped(down.contiguous(), down_bias),
+        ClampedActivation(fields.number("swiglu_alpha"), fields.number("swiglu_limit")),
+    )
+    routing = Routing(checked_top_k(fields, count), scores=Scores.LOGITS)
+    router = weights.linear({f"{prefix}.router": count}, in_features=hidden, bias=True)
+    own = ExpertsSpec(count, size, routing)
+    return ExpertMlp(own, router=router, bias=None, experts=experts, shared=None)
+
+
+def _halves(in_turns: Tensor) -> Tensor:
+    """[experts, 2 n, ...] with the rows of gate and up in turns -> all of gate, then all of up."""
+    return torch.cat((in_turns[:, ::2], in_turns[:, 1::2]), dim=1)
+
+
+class ClampedActivation:
+    """An `Activation`: the formula at the top of this file."""
+
+    __slots__ = ("_alpha", "_limit")
+
+    def __init__(self, alpha: float, limit: float) -> None:
+        self._alpha = alpha
+        self._limit = limit
+
+    def __call__(self, joined: Tensor) -> Tensor:
+        """joined [rows, 2 * size], gate before up -> [rows, size]."""
+        gate, up = joined.chunk(2, dim=-1)
+        gate = gate.clamp(max=self._limit)
+        up = up.clamp(-self._limit, self._limit)
+        return (up + 1) * gate * torch.sigmoid(gate * self._alpha)

@@ -1,0 +1,99 @@
+"""Divides a model among tensor-parallel ranks, from outside the model files.
+
+A rank's model is the model of a smaller configuration: with the heads and the inner elements of
+one rank. The tables here say along which axis the checkpoint's tensors are divided, and the weight
+source adds the collectives (gpu/parallel). `check_sharding` compares the shapes of the rank's model
+with those of the whole one, and refuses a model of which a tensor is not in the tables.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from aserve.errors import ConfigError
+from aserve.gpu.models.config.fields import replaced
+from aserve.gpu.models.config.model import ModelConfig
+from aserve.gpu.weights.inventory import Inventory
+from aserve.gpu.weights.source import Shard
+
+HEAD = "lm_head"
+# By the last component of a layer's name. Mixtral's experts have w1, w2 and w3.
+COLUMN_PARALLEL = frozenset(
+    {"q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "w1", "w3"}
+)
+KV_HEADS = frozenset({"k_proj", "v_proj"})
+ROW_PARALLEL = frozenset({"o_proj", "down_proj", "w2"})
+# Fields of the configuration beside `ModelConfig`'s own that are sizes of inner layers.
+INNER_SIZES = (
+    "moe_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+    "shared_expert_intermediate_size",
+)
+
+
+def can_divide(size: int, num_ranks: int) -> bool:
+    return size % num_ranks == 0
+
+
+def rank_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
+    """Returns the configuration of one rank's model. Raises ConfigError for sizes that the number
+    of ranks does not divide."""
+    if num_ranks == 1:
+        return config
+    inner = {name: config.fields.integer(name) for name in INNER_SIZES if config.fields.has(name)}
+    sizes = {"num_attention_heads": config.num_heads, **inner}
+    sizes["intermediate_size"] = config.intermediate_size
+    for name, size in sizes.items():
+        if not can_divide(size, num_ranks):
+            _refuse(config, f"{name} is {size}", num_ranks)
+    num_kv_heads = config.num_kv_heads
+    if not (can_divide(num_kv_heads, num_ranks) or can_divide(num_ranks, num_kv_heads)):
+        _refuse(config, f"num_key_value_heads is {num_kv_heads}", num_ranks)
+    return dataclasses.replace(
+        config,
+        num_heads=config.num_heads // num_ranks,
+        num_kv_heads=max(1, num_kv_heads // num_ranks),
+        intermediate_size=config.intermediate_size // num_ranks,
+        fields=replaced(config.fields, {name: n // num_ranks for name, n in inner.items()}),
+    )
+
+
+def shard_of(config: ModelConfig, shard: Shard) -> Shard:
+    """Returns `shard` with the axes of a model of the whole configuration `config`."""
+    if shard.num_ranks == 1:
+        return shard
+    axes = {"self_attn.sinks": 0}
+    axes |= {f"{name}.{kind}": 0 for name in COLUMN_PARALLEL for kind in ("weight", "bias")}
+    axes |= {f"{name}.weight": 1 for name in ROW_PARALLEL}
+    if can_divide(config.vocab_size, shard.num_ranks):
+        axes[f"{HEAD}.weight"] = 0
+    num_parts = min(shard.num_ranks, config.num_kv_heads)
+    kv_parts = {f"{name}.{kind}": num_parts for name in KV_HEADS for kind in ("weight", "bias")}
+    return dataclasses.replace(shard, axes=axes, num_parts=kv_parts)
+
+
+def check_sharding(whole: Inventory, rank: Inventory, *, num_ranks: int) -> None:
+    """Raises ConfigError if the ranks' parts of a tensor are not the whole tensor."""
+    wrong = _differing(whole.shapes, rank.shapes) or _differing(whole.copies, rank.copies)
+    if wrong:
+        raise ConfigError(
+            f"this model cannot be divided among {num_ranks} ranks: no rule says how to divide "
+            f"{wrong}",
+            param="tensor_parallel_size",
+        )
+
+
+def _differing(
+    whole: Mapping[str, tuple[int, ...]], rank: Mapping[str, tuple[int, ...]]
+) -> str | None:
+    names = sorted(whole.keys() | rank.keys())
+    return next((name for name in names if whole.get(name) != rank.get(name)), None)
+
+
+def _refuse(config: ModelConfig, what: str, num_ranks: int) -> None:
+    raise ConfigError(
+        f"{config.fields.source}: {what}, which cannot be divided among {num_ranks} ranks "
+        "(--tensor-parallel-size)",
+        param="tensor_parallel_size",
+    )

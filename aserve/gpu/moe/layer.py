@@ -1,0 +1,212 @@
+"""The mixture of experts, an MLP of which each token uses a few parts.
+
+    y = sum over the chosen experts e of w_e * mlp_e(x)  [+ g * shared(x)]  [+ w_identity * x]
+
+with the weights w of `routing.py`, gated MLPs mlp_e of the size `ExpertsSpec.size`, and optionally
+an MLP that all tokens share, with or without a gate g = sigmoid(x w_g). Identity experts return
+what they are given, and their weights add up to w_identity: they travel nowhere. A layer runs in
+three stages, between which rows travel: `start` routes and sends, `compute` is the experts' own
+work, and `finish` receives the sums.
+
+Source: https://arxiv.org/abs/1701.06538; shared experts: https://arxiv.org/abs/2401.06066;
+identity experts: https://arxiv.org/abs/2509.01322
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+import torch
+from torch import Tensor
+
+from aserve.gpu.layers.grouped_linear import GroupedLinearOp, Groups
+from aserve.gpu.layers.linear import LinearOp
+from aserve.gpu.layers.mlp import Activation, GatedMlp
+from aserve.gpu.models.decoder_spec import DecoderSpec
+from aserve.gpu.moe.dispatch import Combining, Dispatcher, LocalDispatcher, Sent
+from aserve.gpu.moe.routing import Routing, route, without_identity
+from aserve.gpu.weights.source import WeightSource
+
+MakeDispatcher: TypeAlias = Callable[[int], Dispatcher]  # of the number of experts
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """Says where a layer's experts are. Each rank has an equal part of them, and the source of
+    the weights knows which."""
+
+    num_ranks: int = 1
+    make_dispatcher: MakeDispatcher = LocalDispatcher
+
+
+LOCAL = Placement()
+
+
+class ExpertNames(msgspec.Struct, frozen=True):
+    """The checkpoint's names below a layer's own."""
+
+    mlp: str = "mlp"
+    router: str = "gate"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = "shared_experts"
+    shared_gate: str = "shared_expert_gate"
+    bias: str = "gate.e_score_correction_bias"
+
+
+class ExpertsSpec(msgspec.Struct, frozen=True):
+    """The mixture of one layer; as a `MakeMlp`, it builds that layer."""
+
+    count: int  # without identity experts, whose numbers follow
+    size: int  # inner size of each expert
+    routing: Routing
+    shared_size: int = 0  # inner size of the shared MLP; 0: none
+    has_shared_gate: bool = False
+    has_score_bias: bool = False
+    num_identity: int = 0
+    names: ExpertNames = ExpertNames()
+    placement: Placement = LOCAL
+
+    def __call__(self, index: int, spec: DecoderSpec, weights: WeightSource, /) -> ExpertMlp:
+        names, hidden = self.names, spec.config.hidden_size
+        prefix = f"model.layers.{index}.{names.mlp}"
+        gated = weights.elementwise.gated(spec.config.activation)
+        router = {f"{prefix}.{names.router}": self.num_choices}
+        return ExpertMlp(
+            self,
+            router=weights.linear(router, in_features=hidden, bias=False),
+            bias=self._score_bias(f"{prefix}.{names.bias}", weights),
+            experts=self._experts(f"{prefix}.experts", weights, hidden, gated),
+            shared=self._shared(prefix, weights, hidden, gated),
+        )
+
+    @property
+    def num_choices(self) -> int:
+        return self.count + self.num_identity
+
+    def _score_bias(self, name: str, weights: WeightSource) -> Tensor | None:
+        if not self.has_score_bias:
+            return None
+        return weights.tensor(name, (self.num_choices,), is_wide=True)
+
+    def _experts(
+        self, name: str, weights: WeightSource, hidden: int, gated: Activation
+    ) -> GatedExperts:
+        names, count = self.names, self.count // self.placement.num_ranks
+        parts = {names.gate: self.size, names.up: self.size}
+        gate_up = weights.stacked(name, parts, count=count, in_features=hidden)
+        down = weights.stacked(name, {names.down: hidden}, count=count, in_features=self.size)
+        return GatedExperts(weights.grouped(gate_up), weights.grouped(down), gated)
+
+    def _shared(
+        self, prefix: str, weights: WeightSource, hidden: int, gated: Activation
+    ) -> SharedMlp | None:
+        if not self.shared_size:
+            return None
+        names, gate = self.names, None
+        below = f"{prefix}.{names.shared}"
+        parts = {f"{below}.{names.gate}": self.shared_size, f"{below}.{names.up}": self.shared_size}
+        gate_up = weights.linear(parts, in_features=hidden, bias=False)
+        down = {f"{below}.{names.down}": hidden}
+        mlp = GatedMlp(
+            gate_up, weights.linear(down, in_features=self.shared_size, bias=False), gated
+        )
+        if self.has_shared_gate:
+            name = {f"{prefix}.{names.shared_gate}": 1}
+            gate = weights.linear(name, in_features=hidden, bias=False)
+        return SharedMlp(mlp, gate)
+
+
+class GatedExperts:
+    """The gated MLPs of a rank's experts."""
+
+    __slots__ = ("down", "gate_up", "gated")
+
+    def __init__(self, gate_up: GroupedLinearOp, down: GroupedLinearOp, gated: Activation) -> None:
+        self.gate_up = gate_up
+        self.down = down
+        self.gated = gated
+
+    def __call__(self, x: Tensor, groups: Groups) -> Tensor:
+        """x [rows, hidden] -> [rows, hidden]. Rows outside of the groups are undefined."""
+        return self.down(self.gated(self.gate_up(x, groups)), groups)
+
+
+class SharedMlp:
+    """The MLP of all tokens beside the experts."""
+
+    __slots__ = ("gate", "mlp")
+
+    def __init__(self, mlp: GatedMlp, gate: LinearOp | None) -> None:
+        self.mlp = mlp
+        self.gate = gate
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        """x [tokens, hidden] -> [tokens, hidden]."""
+        y = self.mlp(x)
+        return y if self.gate is None else torch.sigmoid(self.gate(x)) * y
+
+
+class Started(NamedTuple):
+    """A layer between `start` and `compute`."""
+
+    sent: Sent
+    beside: Tensor | None  # the result of the shared MLP, or of identity experts
+
+
+class Computed(NamedTuple):
+    """A layer between `compute` and `finish`."""
+
+    combining: Combining
+    beside: Tensor | None
+
+
+class ExpertMlp:
+    """A `Mlp`. Its three stages may be called one by one, with other work between them."""
+
+    __slots__ = ("_bias", "_dispatcher", "_spec", "experts", "router", "shared")
+
+    def __init__(
+        self,
+        spec: ExpertsSpec,
+        *,
+        router: LinearOp,
+        bias: Tensor | None,
+        experts: Callable[[Tensor, Groups], Tensor],
+        shared: SharedMlp | None,
+    ) -> None:
+        self._spec = spec
+        self._bias = bias  # [experts], added to the scores for the choice
+        self._dispatcher = spec.placement.make_dispatcher(spec.count)
+        self.router = router
+        self.experts = experts
+        self.shared = shared
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        return self.finish(self.compute(self.start(x)))
+
+    def start(self, x: Tensor) -> Started:
+        """x [tokens, hidden]. The shared MLP runs while rows travel."""
+        routed = route(self.router(x), self._bias, self._spec.routing)
+        beside = None
+        if self._spec.num_identity:
+            routed, weights = without_identity(routed, self._spec.count)
+            beside = (x * weights).to(x.dtype)
+        sent = self._dispatcher.start(x, routed)
+        if self.shared is not None:
+            beside = self.shared(x) if beside is None else beside + self.shared(x)
+        return Started(sent, beside)
+
+    def compute(self, started: Started) -> Computed:
+        arrived = started.sent.finish()
+        y = self.experts(arrived.x, arrived.groups)
+        if self._spec.num_identity:  # rows without an expert come last, and are undefined
+            rows = torch.arange(len(y), device=y.device)
+            y = y.masked_fill((rows >= arrived.groups.ends[-1])[:, None], 0.0)
+        return Computed(arrived.combine(y), started.beside)
+
+    def finish(self, computed: Computed) -> Tensor:
+        y = computed.combining.finish()
+        return y if computed.beside is None else y + computed.beside

@@ -1,0 +1,1 @@
+"""Collectives between ranks, and the weights of one rank."""

@@ -1,0 +1,123 @@
+"""Collectives between the ranks of an engine, by torch.distributed with gloo.
+
+A sum has the same bits on all ranks, because what follows it (norms, sampling) runs on each rank
+alone and must come to the same tokens. Each rank gathers all parts and adds them in the order of
+the ranks. A decode step is bound by latency, and this takes one exchange where a ring takes two.
+
+Groups are objects of the engine that made them, so one process may have several.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.distributed import FileStore, ProcessGroupGloo  # type: ignore[attr-defined]  # has both
+
+from aserve.parallel.topology import Coordinates, RankLost
+
+LOOPBACK = "127.0.0.1"
+MEET_S = 60.0  # until all ranks have connected
+COLLECTIVE_S = 60.0  # until all ranks have come to a collective
+
+
+class Collectives(Protocol):
+    """Every rank enters every collective, in the same order, with tensors of the same shape."""
+
+    rank: int
+    num_ranks: int
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Returns the sum over all ranks. `x` may be overwritten."""
+
+    def concat(self, x: Tensor) -> Tensor:
+        """Returns the tensors of all ranks, joined along the last axis in the order of ranks."""
+
+    def least(self, number: int) -> int:
+        """Returns the smallest of the ranks' numbers. It blocks."""
+
+
+class Alone:
+    """The collectives of an engine of one rank."""
+
+    rank = 0
+    num_ranks = 1
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x
+
+    def concat(self, x: Tensor) -> Tensor:
+        return x
+
+    def least(self, number: int) -> int:
+        return number
+
+
+ALONE = Alone()
+
+
+def collectives_of(place: Coordinates) -> Collectives:
+    """Meets the other ranks."""
+    return ALONE if place.is_alone else GroupCollectives(place)
+
+
+class GroupCollectives:
+    """`Collectives` of one process group. A rank that is lost ends the caller with RankLost."""
+
+    __slots__ = ("_group", "num_ranks", "rank")
+
+    def __init__(self, place: Coordinates) -> None:
+        self.rank, self.num_ranks = place.rank, place.tensor_parallel_size
+        try:
+            self._group = _gloo(place)
+        except RuntimeError as error:
+            raise RankLost(f"the ranks did not meet: {error}") from error
+
+    def sum(self, x: Tensor) -> Tensor:
+        parts = self._gather(x)
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total
+
+    def concat(self, x: Tensor) -> Tensor:
+        return torch.cat(tuple(self._gather(x)), dim=-1)
+
+    def least(self, number: int) -> int:
+        own = torch.tensor([number], dtype=torch.int64)
+        return int(self._gather(own).min())
+
+    def _gather(self, x: Tensor) -> Tensor:
+        """Returns the ranks' tensors, [ranks, *x.shape]. They travel as bytes, of any dtype."""
+        parts = x.new_empty((self.num_ranks, *x.shape))
+        if not x.numel():
+            return parts
+        own, *every = (t.view(-1).view(torch.uint8) for t in (x.contiguous(), *parts))
+        try:
+            self._group.allgather([every], [own]).wait()
+        except RuntimeError as error:
+            raise RankLost(f"rank {self.rank} has lost another rank: {error}") from error
+        return parts
+
+
+class _Work(Protocol):
+    def wait(self) -> bool: ...
+
+
+class _Group(Protocol):
+    """What is used of torch's process groups. Their stubs have no collectives."""
+
+    def allgather(self, every: list[list[Tensor]], own: list[Tensor], /) -> _Work: ...
+
+
+def _gloo(place: Coordinates) -> _Group:
+    """Meets the other ranks on the loopback interface."""
+    store = FileStore(place.store, place.tensor_parallel_size)
+    store.set_timeout(timedelta(seconds=MEET_S))
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in the stub
+    options._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    options._timeout = timedelta(seconds=COLLECTIVE_S)
+    size = place.tensor_parallel_size
+    return cast(_Group, ProcessGroupGloo(store, place.rank, size, options))

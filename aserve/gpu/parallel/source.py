@@ -1,0 +1,157 @@
+"""The weight source of one rank: it adds the collectives to the products that need them.
+
+    column parallel   y_r = x W_r^T           rank r has rows of W: its heads, or inner elements
+    row parallel      y = sum_r x_r W_r^T     rank r has columns of W; its bias is added to the sum
+    vocabulary        y = concat_r x W_r^T    the head: rank r has the logits of a part of all ids
+
+Source: https://arxiv.org/abs/1909.08053. A layer asks for the shapes of its own rank and knows of
+no other one. Embeddings, norms and routers are on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from aserve.errors import ConfigError
+from aserve.gpu.layers.grouped_linear import GroupedLinearOp, Groups
+from aserve.gpu.layers.linear import LinearOp
+from aserve.gpu.models.sharding import HEAD, ROW_PARALLEL, can_divide
+from aserve.gpu.parallel.collectives import Collectives
+from aserve.gpu.weights.source import Shard, Target, WeightSource
+
+
+class SummedLinear:
+    """A row-parallel product: the sum of what the ranks have, and then the bias."""
+
+    __slots__ = ("_ranks", "bias", "part")
+
+    def __init__(self, part: LinearOp, bias: Tensor | None, ranks: Collectives) -> None:
+        self.part = part
+        self.bias = bias  # [out], on every rank
+        self._ranks = ranks
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        """x [tokens, in of this rank] -> [tokens, out]."""
+        total = self._ranks.sum(self.part(x))
+        return total if self.bias is None else total + self.bias
+
+
+class SummedGroupedLinear:
+    """A row-parallel product of experts. It sums rows, which are more than there are tokens."""
+
+    __slots__ = ("_ranks", "part")
+
+    def __init__(self, part: GroupedLinearOp, ranks: Collectives) -> None:
+        self.part = part
+        self._ranks = ranks
+
+    def __call__(self, x: Tensor, groups: Groups, /) -> Tensor:
+        """x [rows, in of this rank] -> [rows, out]."""
+        return self._ranks.sum(self.part(x, groups))
+
+
+class ConcatLinear:
+    """The head of a vocabulary that is divided."""
+
+    __slots__ = ("_ranks", "part")
+
+    def __init__(self, part: LinearOp, ranks: Collectives) -> None:
+        self.part = part
+        self._ranks = ranks
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        """x [tokens, hidden] -> [tokens, vocab]."""
+        return self._ranks.concat(self.part(x))
+
+
+class RankWeights:
+    """A `WeightSource` of one rank around one that reads the rank's parts."""
+
+    __slots__ = ("_ranks", "_row_stacks", "_source", "device", "dtype", "elementwise")
+
+    def __init__(self, source: WeightSource, ranks: Collectives) -> None:
+        self._source = source
+        self._ranks = ranks
+        self._row_stacks: list[Tensor] = []  # row-parallel stacks of experts
+        self.device = source.device
+        self.dtype = source.dtype
+        self.elementwise = source.elementwise
+
+    def tensor(
+        self, name: str, shape: tuple[int, ...], *, offset: float = 0.0, is_wide: bool = False
+    ) -> Tensor:
+        if _module(name.removesuffix(".weight")) in ROW_PARALLEL:
+            raise ConfigError(f"{name} is row parallel, and its layer does not sum over ranks")
+        return self._source.tensor(name, shape, offset=offset, is_wide=is_wide)
+
+    def number(self, names: tuple[str, ...], *, default: float) -> float:
+        return self._source.number(names, default=default)
+
+    def linear(self, parts: Mapping[str, int], *, in_features: int, bias: bool) -> LinearOp:
+        modules = {_module(name) for name in parts}
+        if modules & ROW_PARALLEL:
+            return self._summed(parts, in_features, has_bias=bias)
+        if modules == {HEAD} and all(self._divides(n) for n in parts.values()):
+            own = {name: n // self._ranks.num_ranks for name, n in parts.items()}
+            part = self._source.linear(own, in_features=in_features, bias=bias)
+            return ConcatLinear(part, self._ranks)
+        return self._source.linear(parts, in_features=in_features, bias=bias)
+
+    def stacked(
+        self, name: str, parts: Mapping[str, int], *, count: int, in_features: int
+    ) -> Tensor:
+        stack = self._source.stacked(name, parts, count=count, in_features=in_features)
+        if ROW_PARALLEL.intersection(parts):
+            self._row_stacks.append(stack)
+        return stack
+
+    def grouped(self, weights: Tensor, biases: Tensor | None = None) -> GroupedLinearOp:
+        is_summed = any(weights is stack for stack in self._row_stacks)
+        self._row_stacks = [stack for stack in self._row_stacks if stack is not weights]
+        if not is_summed:
+            return self._source.grouped(weights, biases)
+        if biases is not None:
+            raise ConfigError("biases of row-parallel experts are not divided among ranks")
+        return SummedGroupedLinear(self._source.grouped(weights), self._ranks)
+
+    def tied_linear(self, name: str, weight: Tensor) -> LinearOp:
+        if _module(name) != HEAD or not self._divides(len(weight)):
+            return self._source.tied_linear(name, weight)
+        own = weight.chunk(self._ranks.num_ranks)[self._ranks.rank]
+        return ConcatLinear(self._source.tied_linear(name, own), self._ranks)
+
+    def _summed(
+        self, parts: Mapping[str, int], in_features: int, *, has_bias: bool
+    ) -> SummedLinear:
+        [(name, num_rows)] = parts.items()
+        part = self._source.linear(parts, in_features=in_features, bias=False)
+        bias = self._source.tensor(f"{name}.bias", (num_rows,)) if has_bias else None
+        return SummedLinear(part, bias, self._ranks)
+
+    def _divides(self, size: int) -> bool:
+        return can_divide(size, self._ranks.num_ranks)
+
+
+def for_rank(target: Target, ranks: Collectives, *, beside: Mapping[str, object]) -> Target:
+    """Returns the target that a rank's part of a model is built for. `beside` has the values of
+    options that are not divided among ranks; ConfigError is raised if one is set."""
+    if ranks.num_ranks == 1:
+        return target
+    asked = [flag for flag, value in beside.items() if value]
+    if target.device.type != "cpu":
+        asked.append(f"a device of {target.device.type}")
+    if asked:
+        raise ConfigError(
+            f"{' and '.join(asked)} cannot be divided among ranks; leave out "
+            "--tensor-parallel-size",
+            param="tensor_parallel_size",
+        )
+    shard = Shard(ranks.rank, ranks.num_ranks)
+    return replace(target, shard=shard, divide=lambda source: RankWeights(source, ranks))
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[2]

@@ -1,0 +1,90 @@
+"""Messages about the KV of sequences that goes to another engine or comes from one, as when prefill
+and decode run apart; and the protocol by which a transfer reads and writes KV on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol, TypeAlias
+
+from aserve.errors import ErrorInfo
+from aserve.messages.base import Message
+from aserve.messages.results import RowLogprobs
+
+
+class ReceiveKv(Message, frozen=True):
+    """Asks for a transfer of the KV of a sequence's tokens from `first` on into its pages. The last
+    token may be left out. No other sequence uses the pages from `first` on before KvReady or
+    KvFailed, even if this one ends earlier.
+    """
+
+    request_id: str
+    child: int
+    first: int  # the KV of the tokens before it is there, as a prefix hit
+    num_tokens: int
+    token_ids: bytes  # int32 [num_tokens]
+    namespace: str  # of the prefix cache
+    # int32 [pages] for each layer group, 0 for a page that no later token sees
+    pages: tuple[bytes, ...]
+
+
+class SendKv(Message, frozen=True):
+    """Says that the KV of a sequence's first `num_tokens` tokens is computed, and where it is. It
+    is sent whenever that number grows. The pages may be read by work that the device is given
+    before the next launch: later steps may write them.
+    """
+
+    request_id: str
+    num_tokens: int
+    pages: tuple[bytes, ...]  # as in ReceiveKv
+
+
+class KvReady(Message, frozen=True):
+    """Answers ReceiveKv: the KV is in the sequence's pages. `token_ids` is the token that was
+    sampled behind it. It may be empty, and then the last token is computed here.
+    """
+
+    request_id: str
+    child: int
+    token_ids: bytes  # int32
+    logprobs: tuple[RowLogprobs, ...] = ()  # of that token, of whatever row
+
+
+class KvFailed(Message, frozen=True):
+    """Answers ReceiveKv: the KV did not come, and nothing writes to the pages any more. The
+    sequence is computed here.
+    """
+
+    request_id: str
+    child: int
+    error: ErrorInfo
+
+
+KvEffect: TypeAlias = ReceiveKv | SendKv
+KvAnswer: TypeAlias = KvReady | KvFailed
+
+# Returns the bytes [num_tokens * bytes_per_token] once the device has copied them.
+HostKv: TypeAlias = Callable[[], memoryview]
+
+
+class KvAccess(Protocol):
+    """The KV pools of an executor, of the drafter, too. `read` and `write` are called on the event
+    loop's thread or any other, and are ordered with the launches of steps: each runs behind what
+    was launched before. The future fails if the executor's thread has ended.
+    """
+
+    geometry: str  # the same on both sides of a transfer
+    bytes_per_token: int
+
+    def read(self, pages: tuple[bytes, ...], first: int, stop: int) -> Future[HostKv]:
+        """Reads the KV of tokens first to stop - 1 of a sequence. `pages` has its pages, int32, for
+        each layer group.
+        """
+
+    def write(
+        self, pages: tuple[bytes, ...], first: int, token_ids: bytes, values: memoryview
+    ) -> Future[None]:
+        """Writes the KV and the ids, int32, of tokens from `first` on. `values` are the bytes that
+        `read` gave.
+        """

@@ -1,0 +1,147 @@
+"""The process of a rank, `python -m aserve.parallel.rank`; its stdin is a socket to rank 0.
+
+It runs the launches of rank 0 on its own part of the model, and ends when the socket closes or the
+executor's thread ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import IO, assert_never, cast
+
+import msgspec
+
+from aserve import frames
+from aserve.engine_core import LocalExecutor
+from aserve.errors import AserveError, BugError, ConfigError
+from aserve.frames import FrameSplitter
+from aserve.host.environment import collect_rarely, prepare_process, set_up_collector
+from aserve.host.logs import start_logging
+from aserve.host.threads import in_thread, new_event_loop
+from aserve.load import load_rank
+from aserve.messages.step import Launch, Resync, Sample
+from aserve.parallel.topology import (
+    Coordinates,
+    RankFailed,
+    RankLoaded,
+    RankLost,
+    RankUp,
+    StartRank,
+    ToRank,
+    WarmUp,
+)
+from aserve.processes.engine_process import socket_of_stdin
+from aserve.program import end_process
+from aserve.progress import ignore_stage
+
+CLOSE_S = 3.0  # for the steps that were launched
+PIECE_BYTES = 1 << 18
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Returns the exit code: 0 when rank 0 has gone, 1 for a failure."""
+    collect_rarely()
+    sock = socket_of_stdin()
+    with cast(IO[bytes], sock.makefile("rwb")) as stream:
+        start = frames.receive(stream, StartRank)
+        if start is None:
+            return 0
+        executor = _loaded(start, stream)
+    if executor is None:
+        return 1
+    set_up_collector()
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(Follower(executor, sock).run())
+
+
+def _loaded(start: StartRank, stream: IO[bytes]) -> LocalExecutor | None:
+    """Loads this rank's part, and tells rank 0 how it went."""
+    os.chdir(start.directory)
+    debug, place = start.resolved.debug, start.coordinates
+    start_logging(debug.log_level or "warning", debug.log_format)
+    prepare_process(start.resolved.machine.threads)
+
+    def meet() -> Coordinates:
+        frames.send(stream, RankUp())
+        return place
+
+    try:
+        executor = load_rank(start.resolved, Path(start.model_dir), meet, on_stage=ignore_stage)
+    except AserveError as error:
+        frames.send(stream, RankFailed(str(error), isinstance(error, ConfigError)))
+        return None
+    except RankLost as lost:
+        logger.error("the rank ends: %s", lost)
+        return None
+    frames.send(stream, RankLoaded(tuple(group.num_pages for group in executor.spec.groups)))
+    return executor
+
+
+class Follower:
+    """Runs what rank 0 sends. The results of steps are those of rank 0, so nobody reads them."""
+
+    def __init__(self, executor: LocalExecutor, sock: socket.socket) -> None:
+        self._executor = executor
+        self._socket = sock
+        self._splitter = FrameSplitter()
+        self._decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+        self._ended = asyncio.Event()
+        self._code = 0
+        self._tasks: asyncio.TaskGroup
+
+    async def run(self) -> int:
+        """Returns the exit code once the socket has closed or the executor has died."""
+        loop = asyncio.get_running_loop()
+        self._executor.start(loop)
+        self._executor.died.add_done_callback(self._on_death)
+        self._socket.setblocking(False)
+        loop.add_reader(self._socket, self._read)
+        async with asyncio.TaskGroup() as self._tasks:
+            await self._ended.wait()
+        loop.remove_reader(self._socket)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await in_thread(self._executor.close, name="close")
+        return self._code
+
+    def _read(self) -> None:
+        try:
+            piece = self._socket.recv(PIECE_BYTES)
+        except OSError:
+            piece = b""
+        if not piece:
+            self._ended.set()
+        for frame in self._splitter.feed(piece):
+            self._run(self._decoder.decode(frame))
+
+    def _run(self, message: ToRank) -> None:
+        match message:
+            case Launch():
+                self._executor.launch(*message.batches)
+            case Sample():
+                self._executor.sample(message)
+            case Resync():
+                self._executor.resync(message)
+            case WarmUp():
+                self._tasks.create_task(self._executor.warm_up())
+            case StartRank():
+                raise BugError("a rank starts once")
+            case _:
+                assert_never(message)
+
+    def _on_death(self, died: asyncio.Future[BaseException]) -> None:
+        if not died.cancelled():
+            logger.error("the rank ends: %s", died.result())
+            self._code = 1
+            self._ended.set()
+
+
+if __name__ == "__main__":
+    end_process(main())

@@ -1,0 +1,159 @@
+"""Reads the pictures of a chat: from their files to the pixels that the engine encodes.
+
+Every limit is checked before the work that it bounds: the number of pictures, the bytes of each,
+and the pixels that its header announces, so that a small file cannot unfold into gigabytes. It runs
+in a thread, and Pillow decodes and resizes without the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import numpy as np
+from PIL import Image, ImageOps
+
+from aserve.errors import ContextTooLong, InvalidRequest
+from aserve.messages.requests import ChatPrompt, Prompt
+from aserve.picture import Picture, PictureSource, make_picture
+from aserve.pictures.settings import PictureSettings
+from aserve.pictures.source import (
+    NO_DOMAINS,
+    MediaDomains,
+    check_source,
+    invalid_picture,
+    is_remote,
+)
+
+MAX_PICTURES = 16  # of one request
+MAX_PIXELS = 50_000_000  # of one picture, decoded
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+# Errors that Pillow raises for damaged files, or for files that unfold too far.
+FAULTS = (
+    *(OSError, ValueError, SyntaxError, EOFError, IndexError, ArithmeticError, TypeError),
+    *(Image.DecompressionBombError, Image.DecompressionBombWarning, MemoryError),
+)
+
+
+class PictureReader:
+    __slots__ = ("_settings", "domains")
+
+    def __init__(
+        self, settings: PictureSettings | None = None, domains: MediaDomains = NO_DOMAINS
+    ) -> None:
+        """Without settings the model reads no pictures. MediaFetcher fetches from `domains`."""
+        self._settings = settings
+        self.domains = domains
+
+    def check(self, prompt: ChatPrompt) -> None:
+        """Raises a ClientError for what can be seen without decoding."""
+        for number, source in enumerate(prompt.pictures):
+            if self._settings is None:
+                raise InvalidRequest(
+                    "This model supports text input only; received unsupported content type "
+                    f"'{source.kind[:40]}'.",
+                    param=source.param,
+                    code="unsupported_content_type",
+                )
+            if number == MAX_PICTURES:
+                raise InvalidRequest(
+                    f"the request has {len(prompt.pictures)} pictures; at most {MAX_PICTURES} are "
+                    "allowed",
+                    param=source.param,
+                    code="too_many_images",
+                )
+            check_source(source, self.domains)
+
+    def placed(
+        self, prompt: Prompt, prompt_ids: list[int], *, max_len: int
+    ) -> tuple[list[int], tuple[Picture, ...]]:
+        """Returns the ids with a placeholder for each token of a picture, and the pictures with
+        their places. A prompt of more than `max_len` tokens is refused before it is decoded."""
+        if not isinstance(prompt, ChatPrompt) or not prompt.pictures:
+            return prompt_ids, ()
+        self.check(prompt)
+        assert self._settings is not None
+        settings, files = self._settings, [_file_of(source) for source in prompt.pictures]
+        num_tokens = len(prompt_ids)
+        for source, data in zip(prompt.pictures, files, strict=True):
+            with _opened(source, data) as image:
+                width, height = settings.resized(*image.size)
+            num_tokens += width * height // settings.side**2
+            if num_tokens > max_len:
+                raise ContextTooLong(
+                    f"This model's maximum context length is {max_len} tokens. However, your "
+                    f"messages have at least {num_tokens} tokens, those of pictures included.",
+                    param=source.param,
+                )
+        pictures = [
+            _picture(source, data, settings)
+            for source, data in zip(prompt.pictures, files, strict=True)
+        ]
+        return place_pictures(prompt_ids, pictures, settings.token_id)
+
+
+def place_pictures(
+    prompt_ids: list[int], pictures: list[Picture], token_id: int
+) -> tuple[list[int], tuple[Picture, ...]]:
+    """A chat template writes `token_id` once for each picture."""
+    num_shown = prompt_ids.count(token_id)
+    if num_shown != len(pictures):
+        raise InvalidRequest(
+            f"the messages have {len(pictures)} pictures, but the model's chat template shows "
+            f"{num_shown}",
+            param="messages",
+            code="chat_template_error",
+        )
+    ids: list[int] = []
+    placed: list[Picture] = []
+    for prompt_id in prompt_ids:
+        if prompt_id != token_id:
+            ids.append(prompt_id)
+            continue
+        placed.append(msgspec.structs.replace(pictures[len(placed)], start=len(ids)))
+        ids += [token_id] * placed[-1].num_tokens
+    return ids, tuple(placed)
+
+
+def _file_of(source: PictureSource) -> bytes:
+    assert not is_remote(source), "a MediaFetcher fetches it before it is read"
+    if source.data:
+        return source.data
+    try:
+        return base64.b64decode(source.url.partition(",")[2], validate=True)
+    except (binascii.Error, ValueError):
+        raise invalid_picture(source, "its data is not base64") from None
+
+
+@contextmanager
+def _opened(source: PictureSource, data: bytes) -> Iterator[Image.Image]:
+    """Reads the header only, and checks the number of pixels."""
+    try:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except FAULTS:
+        raise invalid_picture(
+            source, f"it is none of {', '.join(FORMATS)}, or is damaged"
+        ) from None
+    with image:
+        if not 0 < image.width * image.height <= MAX_PIXELS:
+            size = f"{image.width} x {image.height}"
+            raise invalid_picture(
+                source, f"it has {size} pixels, and at most {MAX_PIXELS} are allowed"
+            )
+        yield image
+
+
+def _picture(source: PictureSource, data: bytes, settings: PictureSettings) -> Picture:
+    with _opened(source, data) as image:
+        try:
+            upright = ImageOps.exif_transpose(image).convert("RGB")
+        except FAULTS:
+            raise invalid_picture(source, "it is damaged") from None
+    resized = upright.resize(
+        settings.resized(*upright.size), resample=Image.Resampling(settings.resample)
+    )
+    return make_picture(np.asarray(resized), side=settings.side, scale=settings.scale)

@@ -1,0 +1,317 @@
+"""The application of the router: who may ask, what the router answers itself, and the rest, which
+goes to the replicas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Iterable
+
+import msgspec
+from aiohttp import hdrs, web
+from aiohttp.typedefs import Handler
+
+from aserve.config import Resolved
+from aserve.errors import AserveError, ConfigError, EngineDead, InvalidRequest, NotFound
+from aserve.http.auth import Access, read_keys
+from aserve.http.errors import RequestFailed, error_response, http_error_info, info_of, refused
+from aserve.http.forwarding import Headers, end_to_end
+from aserve.http.hosts import AllowedHosts
+from aserve.http.peers import ALONE, PEERS
+from aserve.router.balancer import Balancer, Replica
+from aserve.router.joined_answers import (
+    ask_everyone,
+    first_known,
+    is_for_all,
+    joined,
+    metrics_of_all,
+)
+from aserve.router.metrics import RouterMetrics
+from aserve.router.owners import id_in_path
+from aserve.router.policies import Demand
+from aserve.router.prefixes import block_digests
+from aserve.router.proxy import STARTED_S, Exchange, Proxy
+from aserve.router.rate_limits import RateLimits
+from aserve.router.request_facts import NO_FACTS, RequestFacts, facts_of
+from aserve.router.upstream import CANNOT_CONNECT, GONE, Call, Upstream, check_address
+
+logger = logging.getLogger(__name__)
+
+USAGE = re.compile(rb'"total_tokens"\s*:\s*(\d+)')
+OF_THE_CONNECTION = frozenset({"host", "content-length"})
+CLIENT = web.RequestKey("client", str)
+LIMITS = web.RequestKey("limits", dict[str, str])
+LAST_EVENT_ID = "Last-Event-ID"
+
+
+class ReplicaBody(msgspec.Struct):
+    url: str
+
+
+class Router:
+    """`open` and `close` surround its use. `watch` runs between them and probes the replicas."""
+
+    def __init__(self, resolved: Resolved, addresses: Iterable[str]) -> None:
+        self.options = resolved.router
+        self.server = resolved.server
+        self.balancer = Balancer(self.options)
+        self.metrics = RouterMetrics(self.balancer)
+        self.proxy = Proxy(self.options, self.balancer, self.metrics)
+        self.is_draining = False
+        self._group: asyncio.TaskGroup | None = None  # of `watch`
+        limits = {
+            "requests": self.options.requests_per_minute,
+            "tokens": self.options.tokens_per_minute,
+        }
+        self.rates = RateLimits({kind: limit for kind, limit in limits.items() if limit})
+        self._keys = read_keys(self.server)
+        self._hosts = AllowedHosts(self.server)
+        self._addresses = [check_address(address) for address in addresses]
+
+    @property
+    def num_given(self) -> int:
+        return len(self._addresses)
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=self.server.max_body_size, middlewares=[self._border])
+        app[PEERS] = ALONE
+        app.on_response_prepare.append(_add_server)
+        routes = {
+            "/health": self.health,
+            "/readyz": self.health,
+            "/livez": self.livez,
+            "/startupz": self.health,
+            "/metrics": self.read_metrics,
+            "/server_info": self.server_info,
+        }
+        app.add_routes([web.get(path, handler) for path, handler in routes.items()])
+        if self.server.admin_api_key:
+            admin = "/admin/replicas"
+            app.add_routes(
+                [
+                    web.get(admin, self.list_replicas),
+                    web.post(admin, self.add_replica),
+                    web.delete(admin, self.remove_replica),
+                    web.post(f"{admin}/drain", self.drain_replica),
+                ]
+            )
+        app.add_routes([web.route("*", "/{path:.*}", self.pass_on)])
+        return app
+
+    def open(self) -> None:
+        for address in self._addresses:
+            self.add(address)
+
+    def add(self, address: str) -> None:
+        if self.balancer.add(address) and address not in self.proxy.upstreams:
+            upstream = self.proxy.upstreams[address] = Upstream(address, self.options)
+            upstream.open()
+            if self._group is not None:
+                self._group.create_task(self._watch(address))
+
+    async def close(self) -> None:
+        for upstream in self.proxy.upstreams.values():
+            await upstream.close()
+
+    async def watch(self) -> None:
+        """Probes all replicas at intervals, and a new one at once."""
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            for address in self.proxy.upstreams:
+                group.create_task(self._watch(address))
+            await asyncio.Event().wait()
+
+    async def _watch(self, address: str) -> None:
+        while (replica := self.balancer.find(address)) is not None:
+            before = replica.state
+            try:
+                load = await self.proxy.upstreams[address].probe()
+                self.balancer.probed(address, load=load)
+            except GONE as error:
+                self.balancer.failed(address, is_down=isinstance(error, CANNOT_CONNECT))
+            if replica.state != before:
+                logger.info("replica address=%s state=%s before=%s", address, replica.state, before)
+            await asyncio.sleep(self.options.health_interval)
+        self.proxy.owners.forget(address)
+        await self.proxy.upstreams.pop(address).close()
+        logger.info("replica left address=%s", address)
+
+    async def pass_on(self, request: web.Request) -> web.StreamResponse:
+        """Handles every request that is not the router's own."""
+        if self.is_draining:
+            raise EngineDead("The router shuts down.", retry_after_s=5, code="server_draining")
+        body = await self._read(request)
+        facts = facts_of(body) if body else NO_FACTS
+        call = Call(request.method, request.raw_path, _headers(request), body)
+        if body is None and request.can_read_body:
+            call = Call(request.method, request.raw_path, call.headers, request.content)
+        named = [id_in_path(request.path), *facts.ids, *_resumed(request)]
+        owner = self.proxy.owners.find(filter(None, named))
+        if self.balancer.find(owner) is None:
+            owner = ""
+        if not owner and is_for_all(request.method, request.path):
+            return await ask_everyone(call, self._asked())
+        demand = Demand(block_digests(facts.prompt), self._session(request, facts), owner)
+        exchange = Exchange(request, call, demand, named=named[:1] if named[0] else [])
+        if not owner and named[0]:
+            return await self.proxy.search(exchange, [each.address for each in self._asked()])
+        if web.WebSocketResponse().can_prepare(request):
+            return await self.proxy.relay(exchange, max_size=self.server.max_body_size + 1)
+        if not self.rates.limits or request.method != hdrs.METH_POST:
+            return await self.proxy.forward(exchange)
+        return await self._limited(exchange, facts)
+
+    async def _limited(self, exchange: Exchange, facts: RequestFacts) -> web.StreamResponse:
+        """Serves a request within the rate limits of its client."""
+        client, now_s = exchange.request[CLIENT], time.monotonic()
+        try:
+            self.rates.admit(client, facts.num_tokens, now_s)
+        except RequestFailed:
+            self.metrics.limited.inc()
+            exchange.request[LIMITS] = self.rates.headers(client, now_s)
+            raise
+        exchange.headers.update(self.rates.headers(client, now_s))
+        exchange.keeps_tail = "tokens" in self.rates.limits
+        response = await self.proxy.forward(exchange)
+        used = USAGE.findall(exchange.tail)
+        if used:
+            self.rates.correct(client, charged=facts.num_tokens, used=int(used[-1]))
+        return response
+
+    async def _read(self, request: web.Request) -> bytes | None:
+        """Returns the body, or None if there is none or it is streamed to the replica."""
+        is_upload = request.content_type.startswith("multipart/")
+        if not request.can_read_body or is_upload:
+            return None
+        limit_s = self.server.body_timeout + (request.content_length or 0) / (64 << 10)
+        try:
+            async with asyncio.timeout(limit_s):
+                return await request.read()
+        except TimeoutError:
+            raise refused(408, "The request's body did not arrive in time.") from None
+
+    def _session(self, request: web.Request, facts: RequestFacts) -> str:
+        name = self.options.session_header
+        return request.headers.get(name) or request.cookies.get(name) or facts.session
+
+    def _asked(self) -> list[Upstream]:
+        """Returns the replicas that serve, or all that there are if none does."""
+        replicas = self.balancer.replicas()
+        serving = [each.name for each in replicas if each.is_healthy] or [
+            each.name for each in replicas
+        ]
+        return [self.proxy.upstreams[name] for name in serving]
+
+    async def health(self, _: web.Request) -> web.Response:
+        """Answers 200 while a replica can get requests."""
+        num_healthy = sum(each.state == "healthy" for each in self.balancer.replicas())
+        is_ready = bool(num_healthy) and not self.is_draining
+        status = "draining" if self.is_draining else ("ready" if is_ready else "no_replica")
+        body = {"status": status, "replicas": num_healthy}
+        return web.json_response(body, status=200 if is_ready else 503)
+
+    async def livez(self, _: web.Request) -> web.Response:
+        return web.json_response({"status": "alive"})
+
+    async def read_metrics(self, request: web.Request) -> web.Response:
+        call = Call(request.method, request.raw_path, _headers(request))
+        return await metrics_of_all(call, self._asked(), self.metrics)
+
+    async def server_info(self, request: web.Request) -> web.Response:
+        """Answers as the first replica does, with the router's settings beside it."""
+        call = Call(request.method, request.raw_path, _headers(request))
+        _, whole = await first_known(call, self._asked())
+        info = msgspec.json.decode(whole.body) if whole.status == 200 else {}
+        router = {"policy": self.options.policy, "replicas": self._described()}
+        return web.json_response(joined([info]) | {"router": router})
+
+    async def list_replicas(self, _: web.Request) -> web.Response:
+        return web.json_response({"data": self._described()})
+
+    async def add_replica(self, request: web.Request) -> web.Response:
+        address = await _address_in(request)
+        self.add(address)
+        return web.json_response({"data": self._described()})
+
+    async def drain_replica(self, request: web.Request) -> web.Response:
+        self.balancer.drain((await self._named(request)).name)
+        return web.json_response({"data": self._described()})
+
+    async def remove_replica(self, request: web.Request) -> web.Response:
+        """The replica leaves when its open requests have ended."""
+        self.balancer.remove((await self._named(request)).name)
+        return web.json_response({"data": self._described()})
+
+    async def _named(self, request: web.Request) -> Replica:
+        address = await _address_in(request)
+        replica = self.balancer.find(address)
+        if replica is None:
+            raise NotFound(f"There is no replica {address}.")
+        return replica
+
+    def _described(self) -> list[dict[str, object]]:
+        return [
+            {"url": each.name, "state": each.state, "load": each.load, "in_flight": each.in_flight}
+            for each in self.balancer.replicas()
+        ]
+
+    @web.middleware
+    async def _border(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Checks host and key, and turns errors into answers."""
+        request[STARTED_S] = time.monotonic()
+        try:
+            self._hosts.check_host(request)
+            request[CLIENT] = self._keys.identify(request, self._access(request)).client
+            return await handler(request)
+        except (AserveError, RequestFailed) as error:
+            response = error_response(info_of(error))
+        except web.HTTPException as error:
+            where = f"{request.method} {request.path[:200]}"
+            response = error_response(http_error_info(error, where=where))
+        except web.RequestPayloadError:
+            response = error_response(refused(400, "The request's body is broken.").info)
+        except ConnectionError:
+            return web.Response(status=499)
+        response.headers.update(request.get(LIMITS, {}))
+        return response
+
+    def _access(self, request: web.Request) -> Access:
+        """Without keys of its own the router lets the replicas check them."""
+        is_probe = request.path in ("/health", "/readyz", "/livez", "/startupz")
+        is_admin = request.path.startswith("/admin/") and bool(self.server.admin_api_key)
+        is_open = request.path == "/metrics" and self.server.public_metrics
+        return Access(is_public=is_probe or is_open, is_admin=is_admin)
+
+
+async def _add_server(_: web.Request, response: web.StreamResponse) -> None:
+    response.headers[hdrs.SERVER] = "aserve"
+
+
+async def _address_in(request: web.Request) -> str:
+    try:
+        body = msgspec.json.decode(await request.read(), type=ReplicaBody)
+        return check_address(body.url)
+    except (msgspec.MsgspecError, ConfigError) as error:
+        raise InvalidRequest(f"The body must be {{'url': ...}}: {error}") from None
+
+
+def _headers(request: web.Request) -> Headers:
+    """Returns the headers for a replica, which sees the client's address in X-Forwarded-For."""
+    kept = [
+        each for each in end_to_end(request.headers) if each[0].lower() not in OF_THE_CONNECTION
+    ]
+    before = request.headers.get("X-Forwarded-For")
+    peer = request.remote or "unix"
+    return [
+        *(each for each in kept if each[0].lower() != "x-forwarded-for"),
+        ("X-Forwarded-For", f"{before}, {peer}" if before else peer),
+    ]
+
+
+def _resumed(request: web.Request) -> list[str]:
+    """Returns the id of the stream that a client resumes: it stands before the event's number."""
+    last = request.headers.get(LAST_EVENT_ID, "")
+    return [last, last.rpartition(":")[0]] if last else []

@@ -1,0 +1,103 @@
+"""Requests that are about all replicas: their answers are added up, or joined to one list."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from aiohttp import hdrs, web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from aserve.errors import EngineDead
+from aserve.http.forwarding import merged
+from aserve.observability.metric_sums import summed
+from aserve.router.metrics import RouterMetrics
+from aserve.router.upstream import GONE, Call, Upstream, Whole
+
+LISTS = frozenset({"/v1/models", "/v1/files", "/v1/batches", "/v1/requests"})
+# Settings, weights and caches, which all replicas have: every one of them is told.
+TO_ALL = frozenset(
+    {
+        *("/abort_request", "/pause_generation", "/continue_generation", "/pause", "/resume"),
+        *("/flush_cache", "/reset_prefix_cache", "/sleep", "/wake_up", "/is_paused", "/load"),
+        *("/release_memory_occupation", "/resume_memory_occupation"),
+        *("/start_profile", "/stop_profile", "/update_weights_from_disk"),
+        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+        *("/load_lora_adapter", "/unload_lora_adapter"),
+    }
+)
+
+
+def is_for_all(method: str, path: str) -> bool:
+    return path in TO_ALL or (method == hdrs.METH_GET and path in LISTS)
+
+
+async def ask_all(call: Call, upstreams: Sequence[Upstream]) -> list[Whole]:
+    """Returns the answers of the replicas that answer. Raises EngineDead if none does."""
+
+    async def ask(upstream: Upstream) -> Whole | None:
+        try:
+            return await upstream.ask_whole(call)
+        except GONE:
+            return None
+
+    answers = await asyncio.gather(*map(ask, upstreams))
+    found = [answer for answer in answers if answer is not None]
+    if not found:
+        raise EngineDead("No replica is ready.", retry_after_s=2, code="no_replica")
+    return found
+
+
+async def ask_everyone(call: Call, upstreams: Sequence[Upstream]) -> web.Response:
+    """Joins the answers. The answer is an error if one of them is."""
+    answers = await ask_all(call, upstreams)
+    first = next((answer for answer in answers if answer.status >= 400), answers[0])
+    if first.status >= 400 or first.content_type != "application/json":
+        return _response(first)
+    decoded = [msgspec.json.decode(answer.body) for answer in answers]
+    return _response(Whole(first.status, first.content_type, msgspec.json.encode(joined(decoded))))
+
+
+def joined(answers: list[Any]) -> Any:
+    """Adds up objects as several frontends of a server do. In lists an id occurs once."""
+    if not all(isinstance(answer, dict) for answer in answers):
+        return answers[0]
+    whole = merged(answers)
+    if isinstance(whole.get("data"), list):
+        by_id = {_id_of(number, item): item for number, item in enumerate(whole["data"])}
+        whole["data"] = list(by_id.values())
+        if "created" in whole:
+            whole["created"] = answers[0]["created"]
+    return whole
+
+
+async def first_known(call: Call, upstreams: Sequence[Upstream]) -> tuple[str, Whole]:
+    """Asks for an id that may be any replica's: the answer is that of the first one to know it."""
+    for upstream in upstreams:
+        try:
+            whole = await upstream.ask_whole(call)
+        except GONE:
+            continue
+        if whole.status != web.HTTPNotFound.status_code or upstream is upstreams[-1]:
+            return upstream.address, whole
+    raise EngineDead("No replica is ready.", retry_after_s=2, code="no_replica")
+
+
+async def metrics_of_all(
+    call: Call, upstreams: Sequence[Upstream], metrics: RouterMetrics
+) -> web.Response:
+    """Adds up the metrics of the replicas, and appends the router's own."""
+    own = generate_latest(metrics.registry)
+    answers = [each for each in await ask_all(call, upstreams) if each.status == 200]
+    body = summed(each.body.decode() for each in answers) + own
+    return web.Response(body=body, headers={hdrs.CONTENT_TYPE: CONTENT_TYPE_LATEST})
+
+
+def _id_of(number: int, item: Any) -> Any:
+    return item.get("id", number) if isinstance(item, dict) else number
+
+
+def _response(whole: Whole) -> web.Response:
+    return web.Response(body=whole.body, status=whole.status, content_type=whole.content_type)

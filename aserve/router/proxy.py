@@ -1,0 +1,253 @@
+"""Passes a request on to a replica, and the answer back to the client.
+
+A request is sent to another replica only while the client has seen nothing of an answer. The head
+of an answer is therefore held back until its first byte has come. From then on a failure of the
+replica closes the client's connection, so that half an answer is never taken for a whole one.
+
+A JSON body is read as a whole, because it decides where the request goes and may be sent again.
+Other bodies (uploads of files) are streamed, and are not sent again once they have begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+import aiohttp
+from aiohttp import hdrs, web
+
+from aserve.config import RouterOptions
+from aserve.errors import EngineDead, ErrorInfo
+from aserve.http.errors import RequestFailed
+from aserve.http.forwarding import end_to_end, pump_both
+from aserve.router.balancer import Balancer
+from aserve.router.metrics import RouterMetrics
+from aserve.router.owners import Owners, ids_in
+from aserve.router.policies import Demand
+from aserve.router.upstream import CANNOT_CONNECT, GONE, Call, Upstream
+
+logger = logging.getLogger(__name__)
+
+# The replica starts, drains or has lost its engine: another one may serve the request.
+TRY_ANOTHER = frozenset({502, 503})
+RETRY_AFTER_S = 2.0
+TAIL_BYTES = 4096
+STARTED_S = web.RequestKey("started_s", float)
+
+
+class NotAnswered(Exception):
+    """A replica has failed before the first byte of its answer. `was_open` says that it closed the
+    connection, which it may have done while the request was on its way: it is asked once more if
+    there is no other replica.
+    """
+
+    def __init__(self, info: ErrorInfo, *, may_repeat: bool = True, was_open: bool = False) -> None:
+        super().__init__(info.message)
+        self.info = info
+        self.may_repeat = may_repeat
+        self.was_open = was_open
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One request and its way. `named` are ids of state that the replica which answers has.
+    `headers` are added to the answer. `tail` is the end of the answer, kept if `keeps_tail`.
+    """
+
+    request: web.Request
+    call: Call
+    demand: Demand
+    named: list[str] = field(default_factory=list)
+    headers: dict[str, str] = field(default_factory=dict)
+    is_search: bool = False  # a 404 means that another replica is asked
+    keeps_tail: bool = False
+    tail: bytes = b""
+
+
+class Proxy:
+    def __init__(self, options: RouterOptions, balancer: Balancer, metrics: RouterMetrics) -> None:
+        self.owners = Owners()
+        self.upstreams: dict[str, Upstream] = {}
+        self.num_open = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._options = options
+        self._balancer = balancer
+        self._metrics = metrics
+
+    async def forward(self, exchange: Exchange) -> web.StreamResponse:
+        """Sends the request to one replica after the other, until one begins to answer."""
+        tried: list[str] = []
+        failure: NotAnswered | None = None
+        while True:
+            name = self._balancer.pick(exchange.demand, excluded=tried)
+            if name is None and failure is not None and failure.was_open and len(tried) == 1:
+                name = tried[0]
+            if name is None:
+                raise self._refusal(exchange.demand, failure)
+            if failure is not None:
+                if not failure.may_repeat or not self._balancer.may_retry(len(tried)):
+                    raise RequestFailed(failure.info)
+                self._metrics.retries.inc()
+            try:
+                return await self._send(exchange, name)
+            except NotAnswered as error:
+                logger.warning("not answered replica=%s cause=%r", name, error.info.message)
+                failure = error
+                tried.append(name)
+
+    async def search(self, exchange: Exchange, names: Sequence[str]) -> web.StreamResponse:
+        """Asks for an id that may be any replica's: the answer is that of the first to know it."""
+        failure: NotAnswered | None = None
+        for name in names:
+            exchange.is_search = name != names[-1]
+            try:
+                return await self._send(exchange, name)
+            except NotAnswered as error:
+                failure = error
+        raise self._refusal(exchange.demand, failure)
+
+    async def relay(self, exchange: Exchange, *, max_size: int) -> web.WebSocketResponse:
+        """Connects a websocket of the client with one of a replica."""
+        name = self._balancer.pick(exchange.demand)
+        if name is None:
+            raise self._refusal(exchange.demand, None)
+        async with self._counted(exchange, name):
+            try:
+                upstream = await self.upstreams[name].connect(exchange.call)
+            except aiohttp.WSServerHandshakeError as error:
+                info = ErrorInfo(
+                    "The replica has refused the websocket.",
+                    type="invalid_request_error",
+                    code="websocket_refused",
+                    status=error.status,
+                )
+                raise RequestFailed(info) from None
+            except GONE as error:
+                raise RequestFailed(self._note_failure(name, error)) from None
+            client = web.WebSocketResponse(max_msg_size=max_size, compress=False)
+            await client.prepare(exchange.request)
+            async with upstream:
+                await pump_both(client, upstream)
+            return client
+
+    async def _send(self, exchange: Exchange, name: str) -> web.StreamResponse:
+        async with self._counted(exchange, name), AsyncExitStack() as stack:
+            try:
+                answer, first = await self._first_bytes(exchange, name, stack)
+            except GONE as error:
+                info = self._note_failure(name, error)
+                is_late = isinstance(error, TimeoutError)
+                may_repeat = isinstance(error, CANNOT_CONNECT) or (
+                    _repeats(exchange) and not is_late
+                )
+                was_open = isinstance(error, aiohttp.ServerDisconnectedError | ConnectionError)
+                raise NotAnswered(info, may_repeat=may_repeat, was_open=was_open) from None
+            return await self._pass_on(exchange, name, answer, first)
+
+    async def _first_bytes(
+        self, exchange: Exchange, name: str, stack: AsyncExitStack
+    ) -> tuple[aiohttp.ClientResponse, bytes]:
+        """Returns the answer and its first bytes; `stack` ends the connection."""
+        answer = await stack.enter_async_context(self.upstreams[name].ask(exchange.call))
+        if answer.status in TRY_ANOTHER and not exchange.demand.owner:
+            self._balancer.failed(name)
+            raise NotAnswered(await _refused_by(answer), may_repeat=_repeats(exchange))
+        if exchange.is_search and answer.status == web.HTTPNotFound.status_code:
+            raise NotAnswered(await _refused_by(answer))
+        first = await answer.content.readany()
+        self._balancer.succeeded(name)
+        return answer, first
+
+    async def _pass_on(
+        self, exchange: Exchange, name: str, answer: aiohttp.ClientResponse, first: bytes
+    ) -> web.StreamResponse:
+        """Streams the answer. The client's speed is then that of the replica."""
+        request = exchange.request
+        headers = [*end_to_end(answer.headers), *exchange.headers.items()]
+        if answer.status < 400:
+            made = [*exchange.named, *ids_in(first), *answer.headers.getall("X-Request-Id", [])]
+            self.owners.learn(made, name)
+        response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
+        await response.prepare(request)
+        write, read = response.write, answer.content.readany
+        piece = first
+        try:
+            while piece:
+                await write(piece)
+                if exchange.keeps_tail:
+                    exchange.tail = (exchange.tail + piece)[-TAIL_BYTES:]
+                piece = await read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            self._balancer.failed(name)
+            self._metrics.broken.labels(name).inc()
+            logger.warning("answer broken replica=%s cause=%s", name, type(error).__name__)
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionResetError("the replica ended within its answer") from error
+        await response.write_eof()
+        return response
+
+    @asynccontextmanager
+    async def _counted(self, exchange: Exchange, name: str) -> AsyncIterator[None]:
+        """Counts the request as open at the replica."""
+        self.num_open += 1
+        self.idle.clear()
+        self._balancer.start(name, exchange.demand)
+        self._metrics.requests.labels(name).inc()
+        self._metrics.overhead.observe(time.monotonic() - exchange.request[STARTED_S])
+        try:
+            yield
+        finally:
+            self._balancer.end(name)
+            self.num_open -= 1
+            if not self.num_open:
+                self.idle.set()
+
+    def _note_failure(self, name: str, error: BaseException) -> ErrorInfo:
+        is_down = isinstance(error, CANNOT_CONNECT)
+        self._balancer.failed(name, is_down=is_down)
+        if isinstance(error, TimeoutError) and not is_down:
+            return ErrorInfo(
+                f"The replica has sent nothing for {self._options.replica_timeout:g} seconds.",
+                type="timeout_error",
+                code="replica_timeout",
+                status=504,
+            )
+        what = "cannot be reached" if is_down else "ended before it answered"
+        return ErrorInfo(
+            f"The replica {what}.",
+            type="server_error",
+            code="replica_failed",
+            status=502,
+        )
+
+    def _refusal(self, demand: Demand, failure: NotAnswered | None) -> Exception:
+        """Returns the error of a request that no further replica can serve."""
+        if failure is not None:
+            return RequestFailed(failure.info)
+        if demand.owner:
+            return EngineDead("The replica that has this id is gone.", retry_after_s=RETRY_AFTER_S)
+        return EngineDead("No replica is ready.", retry_after_s=RETRY_AFTER_S, code="no_replica")
+
+
+def _repeats(exchange: Exchange) -> bool:
+    """Returns whether the request can be sent again."""
+    return exchange.call.data is None or isinstance(exchange.call.data, bytes)
+
+
+async def _refused_by(answer: aiohttp.ClientResponse) -> ErrorInfo:
+    """Returns an error with the text and the waiting time of a replica that is not ready."""
+    after = answer.headers.get(hdrs.RETRY_AFTER, "")
+    text = (await answer.content.read(1024)).decode("utf-8", "replace")
+    return ErrorInfo(
+        f"No other replica is ready; the last one said: {text}",
+        type="overloaded_error",
+        code="replica_not_ready",
+        status=answer.status,
+        retry_after_s=float(after) if after.isdigit() else RETRY_AFTER_S,
+    )

@@ -1,0 +1,96 @@
+"""Limits the requests and tokens per minute of each client, by token buckets.
+
+A bucket holds the limit of a minute and refills evenly. Tokens are charged by an estimate when a
+request comes, and corrected by the usage in its answer. The clock is an argument.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from aserve.errors import ErrorInfo
+from aserve.http.errors import RequestFailed
+
+MAX_CLIENTS = 1 << 16  # whose buckets are kept; the one that was idle longest is full again
+MINUTE_S = 60.0
+
+
+class Bucket:
+    __slots__ = ("_at_s", "_level", "limit")
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._level = float(limit)
+        self._at_s = -math.inf
+
+    def level(self, now_s: float) -> float:
+        """Refills the bucket up to now."""
+        refill = (now_s - self._at_s) * self.limit / MINUTE_S
+        self._level = min(float(self.limit), self._level + refill)
+        self._at_s = now_s
+        return self._level
+
+    def take(self, amount: float) -> None:
+        self._level = min(float(self.limit), self._level - amount)
+
+    def wait_s(self, amount: float, now_s: float) -> float:
+        """Returns the seconds until the bucket holds the amount, or is full if that is less."""
+        missing = min(amount, self.limit) - self.level(now_s)
+        return max(0.0, missing) * MINUTE_S / self.limit
+
+
+@dataclass(frozen=True, slots=True)
+class RateLimits:
+    """`limits` are `requests` and `tokens` per minute; one that is left out does not apply."""
+
+    limits: dict[str, int]
+    _clients: OrderedDict[str, dict[str, Bucket]] = field(default_factory=OrderedDict)
+
+    def admit(self, client: str, num_tokens: int, now_s: float) -> None:
+        """Charges a request. Raises a 429 that says when to come again if it is over a limit."""
+        buckets = self._buckets(client)
+        amounts = {"requests": 1, "tokens": num_tokens}
+        waits = {kind: bucket.wait_s(amounts[kind], now_s) for kind, bucket in buckets.items()}
+        for kind, wait_s in waits.items():
+            if wait_s > 0:
+                raise RequestFailed(_too_many(kind, buckets[kind], amounts[kind], wait_s))
+        for kind, bucket in buckets.items():
+            bucket.take(amounts[kind])
+
+    def correct(self, client: str, *, charged: int, used: int) -> None:
+        """Replaces the estimate of a request's tokens by what its answer says."""
+        bucket = self._buckets(client).get("tokens")
+        if bucket is not None:
+            bucket.take(used - charged)
+
+    def headers(self, client: str, now_s: float) -> dict[str, str]:
+        """Returns the headers in which OpenAI tells a client its limits."""
+        told = {}
+        for kind, bucket in self._buckets(client).items():
+            told[f"x-ratelimit-limit-{kind}"] = str(bucket.limit)
+            told[f"x-ratelimit-remaining-{kind}"] = str(max(0, int(bucket.level(now_s))))
+            told[f"x-ratelimit-reset-{kind}"] = f"{bucket.wait_s(bucket.limit, now_s):.3f}s"
+        return told
+
+    def _buckets(self, client: str) -> dict[str, Bucket]:
+        buckets = self._clients.get(client)
+        if buckets is None:
+            buckets = {kind: Bucket(limit) for kind, limit in self.limits.items()}
+            self._clients[client] = buckets
+        self._clients.move_to_end(client)
+        if len(self._clients) > MAX_CLIENTS:
+            self._clients.popitem(last=False)
+        return buckets
+
+
+def _too_many(kind: str, bucket: Bucket, amount: int, wait_s: float) -> ErrorInfo:
+    return ErrorInfo(
+        f"Rate limit reached: {bucket.limit} {kind} per minute, and this request needs {amount}. "
+        f"Try again in {wait_s:.1f} seconds.",
+        type="rate_limit_error",
+        code="rate_limit_exceeded",
+        status=429,
+        retry_after_s=max(wait_s, 0.001),
+    )

@@ -1,0 +1,368 @@
+"""Chooses the rows of a step that draft, and how many tokens, from step times that were measured
+when the engine started. Without them, draft_length.py decides alone.
+
+Written here: `num_cut`, `num_skipped`, `num_missed`, `match_level`, `accepted`, `rejected`,
+`num_attempts` and `next_attempt` of the row table. Rows with a prediction are not chosen here.
+"""
+
+# Theory of operation
+#
+# Choice. step_times.py says which rows draft, given each row's probability of acceptance p. It
+# holds for some steps, or until rows come or go, or until a repetition ends. While nobody drafts,
+# steps skip the drafter, and cost what plain decoding costs; here they are only counted.
+#
+# Acceptance. `accepted` and `rejected` of a row count the drafts that were accepted, and the
+# windows that ended with a rejected one; old windows count less. p = accepted / (accepted +
+# rejected), where the mean over all rows counts as PRIOR observations more: a new row is taken
+# for a usual one.
+#
+# Repetitions. A drafter without a model continues what the row has said before. So a row whose last
+# tokens have not occurred before has p = 0, and the others are usual for the length of the match:
+# repeats.py tells it without drafting, so nothing must be tried.
+#
+# Rows that accept alike. Few windows say little about a row. So a row whose drafts differ from the
+# usual ones by no more than chance counts as usual; else chance alone would choose some of many
+# rows that are alike.
+#
+# Accounts. Estimates may be wrong, so speculation has accounts, in microseconds, one for each power
+# of two of rows: what pays for one row may lose for many. A step with drafts is charged what it
+# takes longer than a plain one, and its accepted tokens are credited with what they are worth to
+# the rows that are there (step_times.py). Each plain step credits 1 / INCOME_PARTS of its time. No
+# row drafts while the account is overdrawn. It begins with what a window of all rows and an attempt
+# of one cost, and never has more than MAX_WINDOWS of the first. So whatever the estimates are,
+# speculation loses no more than what it begins with, that part of the time, and what it has gained
+# before.
+#
+# Times. Each result tells how long its step took, which corrects the times that were measured, and
+# the account. Where all steps draft, there is a probe of plain ones from time to time.
+#
+# Attempts. Where drafts do not seem to pay, some are tried, because estimates may be wrong and text
+# changes. A row tries ATTEMPT_WINDOWS windows if the account pays for them: at its start, and again
+# with distances that double.
+#
+# A skipped drafter with a model does not know the tokens of the step. Before such a row drafts
+# again, it takes part in one step that the drafter follows, which leaves the row's last hidden
+# state in the relay. The drafter's KV of the skipped tokens stays empty. So its next drafts are
+# worse, and the tokens the same; what is accepted then says nothing about a usual row, and such
+# attempts are rarer.
+#
+# Everything follows from the measured times, from those that results bring, and from counts, never
+# from a clock, so that a recording replays.
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from aserve.messages.base import ArrayI32
+from aserve.messages.executor import DecodeCaps
+from aserve.messages.results import StepTimes
+from aserve.messages.step import StepStats
+from aserve.scheduling.draft_length import note_windows
+from aserve.scheduling.flights import Step
+from aserve.scheduling.repeats import USUAL_OF_LEVELS, UsualWindows, match_levels
+from aserve.scheduling.request import Sequence
+from aserve.scheduling.rows import Column, RowTable
+from aserve.scheduling.step_times import NO_DRAFTS, Choice, Floats, WindowTimes
+
+SCALE = 256  # of the counts in the row table
+FADING = 12  # windows after which an observation counts 1/e for its row
+PRIOR = 2.0  # observations
+USUAL = 0.8  # the probability of acceptance before any window, for a drafter with a model
+INCOME_PARTS = 128
+MAX_WINDOWS = 32
+MAX_PARTS = 8  # of a plain step, which is the least that a window of all rows counts
+HOLD = 8  # steps
+IDLE_HOLD = 24  # the same where no row drafts, because plain steps may be short
+LOOK_HOLD = 4  # where looking for repetitions comes first, which costs little
+PROBE_DISTANCE = 256  # steps with drafts between two probes of plain steps
+PROBE_STEPS = 2
+ATTEMPT_WINDOWS = 3
+ATTEMPT_DISTANCE = 64  # tokens
+RARE_DISTANCE = 256  # the same where a drafter lacks KV, or a repetition would have shown
+MAX_ATTEMPTS = 2  # 64 << 2 tokens
+
+
+@dataclass(slots=True)
+class Account:
+    balance_us: float  # that speculation may lose
+    attempts_us: float  # that attempts may lose
+    window_us: float = 0.0  # what a window of all rows costs
+
+
+class DraftChoice:
+    __slots__ = (
+        *("_accounts", "_attempts_left", "_caps", "_expected", "_fixed", "_hold"),
+        *("_is_drafting", "_most", "_num_decodes", "_num_rows", "_num_skips", "_times", "_usual"),
+        *("_is_named", "_num_window_steps", "_worth_us"),
+    )
+
+    def __init__(self, caps: DecodeCaps) -> None:
+        self._caps = caps
+        self._most = caps.max_tokens_per_step - caps.root_len
+        self._fixed: tuple[int, int] | None = None
+        self._times: WindowTimes | None = None
+        # Without repetitions all windows are of level 0.
+        self._usual = UsualWindows(USUAL_OF_LEVELS if caps.continues_repeats else (USUAL,))
+        self._accounts: dict[int, Account] = {}  # by the bits of the number of rows
+        self._num_decodes = 0  # of the last choice, with a prediction or without
+        self._is_named = np.zeros(0, np.bool_)  # by row, whether it was among them
+        self._worth_us = np.zeros(0)  # of an accepted token, by row
+        self._num_rows = 0  # those without
+        self._hold = 0  # steps for which it still holds
+        self._is_drafting = False
+        self._num_skips = 0  # steps that skipped the drafter, and are not in the row table yet
+        self._attempts_left = 0  # windows of an attempt
+        # Steps in flight: their iteration, time in microseconds, and rows if some draft.
+        self._expected: deque[tuple[int, float, int]] = deque()
+        self._num_window_steps = PROBE_DISTANCE  # since the last plain ones
+
+    @property
+    def is_on(self) -> bool:
+        return self._times is not None or self._fixed is not None
+
+    def set_times(self, times: StepTimes, *, max_rows: int) -> None:
+        """NOTE: where tokens depend on the windows, these do not depend on times and load."""
+        if not self._caps.whole_windows:
+            self._times = WindowTimes(times, max_rows=max_rows, tree=self._caps.tree)
+
+    def fix(self, num_rows: int, num_drafts: int) -> None:
+        """Gives each of the first decodes so many drafts, in order to measure the times; with -1
+        steps skip the drafter."""
+        self._fixed, self._hold = (num_rows, num_drafts), 0
+
+    def choose(self, table: RowTable, decodes: Column, running: Mapping[int, Sequence]) -> None:
+        """Decides how many drafts these decodes may have in their next step."""
+        if self._hold > 0 and len(decodes) == self._num_decodes and self._is_named[decodes].all():
+            return
+        if not self.is_on or not len(decodes):
+            return
+        self._note_skips(table)
+        rows = decodes[self._is_own(table, decodes)]
+        self._num_decodes, self._num_rows = len(decodes), len(rows)
+        self._is_named = np.zeros(len(table.num_cut), np.bool_)
+        self._is_named[decodes] = True
+        self._hold = LOOK_HOLD if self._caps.continues_repeats else HOLD
+        # NOTE: a row that is not ready now may be in a step before the next choice.
+        table.num_cut[self._is_own(table, slice(None))] = self._most
+        if self._fixed is not None:
+            num_rows, num_drafts = self._fixed
+            table.num_cut[rows[:num_rows]] = self._most - max(num_drafts, 0)
+            self._is_drafting = num_drafts >= 0
+        elif self._times is not None and len(rows):
+            self._is_drafting = False
+            if not self._caps.continues_repeats or self._looks_good(table, rows, running):
+                self._choose_anew(table, rows, self._times)
+
+    def _looks_good(self, table: RowTable, rows: Column, running: Mapping[int, Sequence]) -> bool:
+        """Returns whether a row repeats itself, or is due to try a window."""
+        levels = match_levels([running[row].tokens for row in rows.tolist()])
+        table.match_level[rows] = levels
+        return bool(levels.any() or (table.num_tokens[rows] >= table.next_attempt[rows]).any())
+
+    def _choose_anew(self, table: RowTable, rows: Column, times: WindowTimes) -> None:
+        chances = self._chances(table, rows)
+        choice = self._best(rows, times, chances)
+        self._attempts_left = 0
+        if len(choice.indices):
+            if self._num_window_steps >= PROBE_DISTANCE:
+                self._is_drafting, self._num_window_steps, self._hold = True, 0, PROBE_STEPS
+                return  # without drafts, but followed by the drafter
+            table.num_attempts[rows[choice.indices]] = 0
+            self._put_off(table, rows[choice.indices])
+        else:
+            choice = self._attempt(table, rows, times)
+            self._attempts_left = 1 if self._caps.continues_repeats else ATTEMPT_WINDOWS
+        self._is_drafting = len(choice.indices) > 0
+        if not (self._is_drafting or self._caps.continues_repeats):
+            self._hold = IDLE_HOLD
+        drafting = rows[choice.indices]
+        table.num_cut[drafting] = self._most - choice.num_drafts
+        self._worth_us = np.zeros(len(table.num_cut))
+        if self._is_drafting:
+            self._worth_us[drafting] = times.worth_us(
+                len(rows), choice.num_drafts, chances[choice.indices]
+            )
+
+    def _chances(self, table: RowTable, rows: Column) -> Floats:
+        levels = table.match_level[rows]
+        chances = _chances(table, rows, self._usual.chances[levels])
+        if self._caps.continues_repeats:
+            chances[levels == 0] = 0
+        return chances
+
+    def _best(self, rows: Column, times: WindowTimes, chances: Floats) -> Choice:
+        num = len(rows)
+        full = times.price(num, num_drafting=num, num_drafts=self._most)
+        first = times.price(num, num_drafting=1, num_drafts=self._most)
+        attempt_us = ATTEMPT_WINDOWS * first
+        beginning = Account(full + attempt_us, attempt_us)
+        account = self._accounts.setdefault(num.bit_length(), beginning)
+        account.window_us = max(full, float(times.plain[num]) / MAX_PARTS)
+        account.balance_us = min(account.balance_us, MAX_WINDOWS * account.window_us)
+        account.attempts_us = min(account.attempts_us, account.window_us + attempt_us)
+        if account.balance_us < 0:
+            return NO_DRAFTS
+        return times.best(chances)
+
+    def _attempt(self, table: RowTable, rows: Column, times: WindowTimes) -> Choice:
+        """Returns the rows that try windows although drafts do not seem to pay."""
+        indices = np.flatnonzero(table.num_tokens[rows] >= table.next_attempt[rows])
+        if len(indices):
+            account = self._accounts[len(rows).bit_length()]
+            budget_us = min(account.balance_us, account.attempts_us) / ATTEMPT_WINDOWS
+            num = times.num_affordable(len(rows), budget_us)
+            order = np.argsort(table.num_missed[rows[indices]], kind="stable")
+            indices = indices[order[:num]]
+        tried = rows[indices]
+        self._put_off(table, tried)
+        table.num_attempts[tried] = np.minimum(table.num_attempts[tried] + 1, MAX_ATTEMPTS)
+        return Choice(indices, times.max_drafts, gain=1.0)
+
+    def _put_off(self, table: RowTable, rows: Column) -> None:
+        """Says when rows may try windows again that do not seem to pay."""
+        is_rare = (table.num_missed[rows] > 0) | self._caps.continues_repeats
+        distance = np.where(is_rare, RARE_DISTANCE, ATTEMPT_DISTANCE) << table.num_attempts[rows]
+        table.next_attempt[rows] = table.num_tokens[rows] + distance
+
+    def note_launch(self, table: RowTable, step: Step, stats: StepStats) -> bool:
+        """Charges a step that is about to be sent. Returns whether it skips the drafter.
+
+        WHY so little is done where nothing drafts: then a step must cost what a plain one does.
+        """
+        if not self.is_on:
+            return False
+        self._hold -= 1
+        has_drafts, has_prefill = bool(step.num_drafts.any()), stats.num_prefill_rows > 0
+        if not (self._is_drafting or has_drafts or has_prefill):
+            self._num_skips += 1
+            self._num_window_steps = 0
+            self._expect(step, 0.0, has_drafts=False)
+            return True
+        self._note_skips(table)
+        rows = step.rows
+        is_prefill = table.remaining[rows] > self._caps.root_len
+        is_own = self._is_own(table, rows)
+        own, num_drafts = rows[is_own & ~is_prefill], step.num_drafts[is_own & ~is_prefill]
+        new = is_own & is_prefill
+        table.num_cut[rows[new]] = self._most  # until a choice names them
+        if (step.samples & new).any():
+            self._hold = 0
+        table.num_skipped[own] = 0
+        num_drafting = int(np.count_nonzero(num_drafts))
+        is_attempt = num_drafting > 0 and self._attempts_left > 0
+        if is_attempt:
+            self._attempts_left -= 1
+            self._hold = min(self._hold, self._attempts_left)
+        if self._times is not None and len(own) and (num_drafting or not has_prefill):
+            price_us = self._times.price(
+                len(own), num_drafting=num_drafting, num_drafts=int(num_drafts.max())
+            )
+            self._credit(len(own), -price_us, attempts_us=-price_us if is_attempt else 0.0)
+            self._num_window_steps += 1
+            if len(own) == len(rows):
+                self._expect(step, price_us, has_drafts=num_drafting > 0)
+        return False
+
+    def _expect(self, step: Step, price_us: float, *, has_drafts: bool) -> None:
+        if self._times is not None:
+            time_us = float(self._times.plain[len(step.rows)]) + price_us
+            self._expected.append((step.iteration, time_us, len(step.rows) if has_drafts else 0))
+
+    def note_time(self, iteration: int, took_us: float) -> None:
+        """Charges what a step took longer than expected."""
+        while self._expected and self._expected[0][0] <= iteration:
+            number, expected_us, num_rows = self._expected.popleft()
+            if number == iteration and took_us and self._times is not None:
+                late_us = self._times.correct(took_us, expected_us, has_drafts=num_rows > 0)
+                if num_rows:
+                    self._credit(num_rows, -late_us)
+
+    def note_results(
+        self, table: RowTable, rows: ArrayI32, num_drafts: Column, num_outputs: ArrayI32
+    ) -> None:
+        """Counts the results of a step, which are in `num_tokens` already."""
+        if not num_drafts.any():
+            return
+        if self._times is None:
+            note_windows(table, rows, num_drafts, num_outputs)
+            return
+        is_own = self._is_own(table, rows)
+        if not is_own.all():
+            others = ~is_own
+            note_windows(table, rows[others], num_drafts[others], num_outputs[others])
+        is_window = is_own & (num_drafts > 0) & (num_outputs > 0)
+        if is_window.any():
+            num_accepted = num_outputs[is_window].astype(np.int64) - 1
+            self._count(table, rows[is_window], num_drafts[is_window], num_accepted)
+            worth_us = self._worth_us[rows[is_window]] * num_accepted
+            of_attempts = worth_us[table.num_attempts[rows[is_window]] > 0]
+            self._credit(
+                int(np.count_nonzero(is_own)),
+                float(worth_us.sum()),
+                attempts_us=float(of_attempts.sum()),
+            )
+
+    def _note_skips(self, table: RowTable) -> None:
+        """Writes the steps that have skipped the drafter since the last call into the row table.
+
+        NOTE: they count for rows between two chunks of a prompt, too, which costs a step at most.
+        """
+        num, self._num_skips = self._num_skips, 0
+        if not num:
+            return
+        if self._times is not None and self._num_rows:
+            plain_us = float(self._times.plain[self._num_rows])
+            income_us = num * plain_us / INCOME_PARTS
+            self._credit(self._num_rows, income_us, attempts_us=income_us)
+        if not self._caps.continues_repeats:
+            is_own = self._is_own(table, slice(None))
+            table.num_skipped[is_own] += num
+            table.num_missed[is_own] += num
+
+    def _credit(self, num_rows: int, time_us: float, *, attempts_us: float = 0.0) -> None:
+        account = self._accounts.get(num_rows.bit_length())
+        if account is not None:
+            account.balance_us += time_us
+            account.attempts_us += attempts_us
+            if account.balance_us < -account.window_us:
+                self._hold = 0
+
+    def _count(
+        self, table: RowTable, rows: ArrayI32, num_drafts: Column, num_accepted: Column
+    ) -> None:
+        tree = self._caps.tree
+        longest = num_drafts
+        if tree is not None:
+            longest = np.array([tree.depth(count) for count in num_drafts.tolist()], np.int64)
+        is_rejected = num_accepted < longest
+        table.accepted[rows] += SCALE * num_accepted - table.accepted[rows] // FADING
+        table.rejected[rows] += SCALE * is_rejected - table.rejected[rows] // FADING
+        is_usual = table.num_missed[rows] == 0
+        levels = table.match_level[rows[is_usual]]
+        self._usual.note(levels, num_accepted[is_usual], is_rejected[is_usual])
+        if self._caps.continues_repeats and is_rejected.any():
+            self._hold = 0  # the repetition has ended
+
+    def _is_own(self, table: RowTable, rows: Column | ArrayI32 | slice) -> npt.NDArray[np.bool_]:
+        """Whether this file decides about the rows."""
+        is_own: npt.NDArray[np.bool_] = (
+            table.max_step_tokens[rows] == self._most + self._caps.root_len
+        )
+        return is_own
+
+
+def _chances(table: RowTable, rows: Column, usual: Floats) -> Floats:
+    """Returns each row's probability of acceptance. Rows whose drafts differ from the usual ones by
+    no more than chance count as usual (James-Stein estimate)."""
+    accepted, num_seen = table.accepted[rows] / SCALE, table.rejected[rows] / SCALE
+    num_seen += accepted
+    differences = (accepted - num_seen * usual) / (num_seen + PRIOR)
+    by_chance = usual * (1 - usual) * num_seen / (num_seen + PRIOR) ** 2
+    squares = float((differences**2).sum())
+    keep = max(0.0, 1 - float(by_chance.sum()) / squares) if squares else 0.0
+    return usual + keep * differences

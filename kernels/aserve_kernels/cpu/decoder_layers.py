@@ -1,0 +1,415 @@
+"""The layers of a decoder, and the logits and draws behind them, for the compiled steps.
+
+WHY one call: with a small model and few tokens, most of a step on the CPU is the overhead of the
+calls between the matrix products. Per layer, with pre-norm residuals:
+
+    h = h + residual_scale * out(attention(rope(norm(qkv(norm(h))))))
+    h = (h + residual_scale * down(activation(gate(norm(h))) * up(norm(h)))) * out_scale
+
+Norms behind attention and MLP are supported too. Hidden states and sums are float32; the operands
+of the matrix products, and the KV cache, have the model's dtype. Tokens are drawn greedily or by
+Gumbel-max, without filters, penalties or masks.
+
+A draft model may read a hidden state beside each token. Both, each after a norm, are joined, and a
+projection makes the residual stream of them, or they are the input of the first layer as they are
+and the hidden state is the residual stream. Its layers may store no keys and values, may see the
+tokens of a forward in both directions, and its vocabulary may be a part of the target's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numba import njit
+
+from aserve_kernels.cpu.bf16 import Float32s, Floats, narrow, rounded, widen
+from aserve_kernels.cpu.exp2 import LOG2_E, power_of_two
+from aserve_kernels.cpu.gemm import multiply
+from aserve_kernels.cpu.host_rows import Int64s
+from aserve_kernels.cpu.lora import add_to_wide
+from aserve_kernels.cpu.memory import array_at
+from aserve_kernels.cpu.paged_attention import attend_share
+from aserve_kernels.cpu.precompile import FASTMATH, NO_REFCOUNT
+
+Records: TypeAlias = npt.NDArray[np.void]
+
+SILU, GELU, GELU_TANH = range(3)
+GELU_SCALE = np.float32(math.sqrt(2 / math.pi))
+GELU_CUBE = np.float32(0.044715)
+MAX_LOGITS_ROWS = 64  # rows whose logits are in memory at a time
+NO_IDS = NO_LAYERS = np.empty(0, np.int64)
+ONE = np.float32(1)
+FLOAT64_LIKE = np.empty(0, np.float64)  # for `array_at`, which takes its dtype
+
+# The record of a model: sizes, then addresses, of which 0 is none. The embeddings [num_embeddings,
+# hidden] in the model's dtype; the float32 weight [hidden] of the norm before the first layer; the
+# packed LM head and its bias; the engine's token pool and its page table; the relay's last token of
+# each row, the step that wrote it, and the published KV length (0 in modes that publish none),
+# [max_rows + 1] int64; the relay's drafts [max_rows + 1, max_drafts] int64, and their distributions
+# [max_rows + 1, probs_drafts, probs_vocab] float32 (0 where none are kept); the columns of seeds
+# (int64) and temperatures (float64) in the parameter tables. A softcap of 0 is none.
+#
+# Of draft models: `joined` is the size of the embeddings and of the hidden states that are joined
+# with them, 0 if none are. Then the weights of the norms of both parts and before the head; the
+# packed projection of the joined inputs; the packed layer that makes the next hidden state; the
+# target's ids of a reduced vocabulary, int64 [vocab].
+MODEL: Any = np.dtype(
+    [
+        *[(name, np.int64) for name in ("hidden", "inner", "vocab", "num_embeddings", "max_len")],
+        *[(name, np.int64) for name in ("heads", "kv_heads", "head_dim", "rotary_dim")],
+        *[(name, np.int64) for name in ("page_size", "table_rows", "table_columns", "activation")],
+        *[(name, np.int64) for name in ("embeddings", "first_norm", "head", "head_bias")],
+        *[(name, np.int64) for name in ("token_pool", "num_slots", "token_pages")],
+        *[(name, np.int64) for name in ("last_token", "written_iter", "seq_len")],
+        *[(name, np.int64) for name in ("drafts", "max_drafts")],
+        *[(name, np.int64) for name in ("draft_probs", "probs_drafts", "probs_vocab")],
+        *[(name, np.int64) for name in ("seeds", "seed_columns")],
+        *[(name, np.int64) for name in ("temperatures", "temperature_columns")],
+        *[(name, np.int64) for name in ("joined", "is_hidden_first", "keeps_normed")],
+        *[(name, np.int64) for name in ("stores_kv", "is_causal")],
+        *[(name, np.int64) for name in ("embedding_norm", "hidden_norm", "head_norm")],
+        *[(name, np.int64) for name in ("projection", "projection_bias")],
+        *[(name, np.int64) for name in ("next_hidden", "next_hidden_bias", "token_ids")],
+        *[(name, np.float32) for name in ("eps", "residual_scale", "embedding_factor")],
+        *[(name, np.float32) for name in ("logit_divisor", "logit_softcap")],
+    ],
+    align=True,
+)
+
+# The record of a layer, of addresses: packed weights; float32 biases (zeros for none) and norm
+# weights (0 for none); the cos/sin table [max_len, rotary_dim]; the layer's KV and page table.
+LAYER: Any = np.dtype(
+    [
+        *[(name, np.int64) for name in ("qkv", "out", "gate_up", "down")],
+        *[(name, np.int64) for name in ("qkv_bias", "out_bias", "gate_up_bias", "down_bias")],
+        *[(name, np.int64) for name in ("head_norms", "after_attention", "before_mlp")],
+        *[(name, np.int64) for name in ("after_mlp", "before_next", "cos_sin")],
+        *[(name, np.int64) for name in ("keys", "values", "num_slots", "page_table", "window")],
+        *[(name, np.float32) for name in ("factor", "cap", "head_eps", "out_scale")],
+    ],
+    align=True,
+)
+
+# The record of a linear layer's adapters: sizes, then the addresses of a LoraStack's arrays.
+LORA: Any = np.dtype(
+    [
+        *[(name, np.int64) for name in ("slots", "parts", "rank")],
+        *[(name, np.int64) for name in ("a", "b", "ranks", "bounds")],
+    ],
+    align=True,
+)
+LORA_LAYERS = ("qkv", "out", "gate_up", "down")  # the order of a layer's records
+NO_LORAS = np.empty(0, LORA)
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """The caller keeps the memory alive that the records point to."""
+
+    model: Records  # [1] MODEL
+    layers: Records  # [layers] LAYER
+    dtype: torch.dtype  # of weights and KV
+    loras: Records  # [layers * 4] LORA, or none if no token has an adapter
+    captured: Int64s  # the layers after which the residual stream is an output
+
+
+@njit(inline="always")
+def run_layers(
+    ids: Int64s, hiddens: Floats, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
+    slots: Int64s, model: Any, layers: Records, loras: Records, captured: Int64s,
+    out: Floats, streams: Floats,
+) -> None:  # fmt: skip
+    """Writes the output of the layers, [tokens, hidden], and the captured residual streams.
+
+    ids [tokens]; hiddens [tokens, joined] of a model that reads hidden states; lens [rows], with
+    these tokens; slots [tokens] of adapters, if there are any. Tokens of a row are its last ones,
+    or, where the layers store nothing, have the row's last position.
+    """
+    num_tokens = ids.shape[0]
+    # Buffers of all layers. `x` is the input of the next matrix product, and finally the result.
+    x, hidden = out, np.empty((num_tokens, model.hidden), np.float32)
+    attended = np.empty((num_tokens, model.heads, model.head_dim), out.dtype)
+    gated = np.empty((num_tokens, model.inner), out.dtype)
+    num_heads = model.heads + 2 * model.kv_heads * model.stores_kv
+    heads = np.empty((num_tokens, num_heads, model.head_dim), np.float32)
+    gate_up = np.empty((num_tokens, 2 * model.inner), np.float32)
+    added = np.empty((num_tokens, model.hidden), np.float32)
+    inputs = x
+    if model.joined == 0:
+        _embed(ids, model, hidden, added[0], x)
+    else:
+        inputs = _join(ids, hiddens, model, hidden, x)
+    for index in range(layers.shape[0]):
+        layer = layers[index]
+        flat_heads = heads.reshape((num_tokens, num_heads * model.head_dim))
+        source = inputs if index == 0 else x
+        multiply_packed(source, layer.qkv, layer.qkv_bias, flat_heads)
+        _add_lora(source, slots, loras, 4 * index, flat_heads)
+        _attend(model, layer, rows, lens, starts, query_lens, heads, attended)
+        flat = attended.reshape((num_tokens, model.heads * model.head_dim))
+        multiply_packed(flat, layer.out, layer.out_bias, added)
+        _add_lora(flat, slots, loras, 4 * index + 1, added)
+        _add_norm(model, added, layer.after_attention, layer.before_mlp, ONE, hidden, x)
+        multiply_packed(x, layer.gate_up, layer.gate_up_bias, gate_up)
+        _add_lora(x, slots, loras, 4 * index + 2, gate_up)
+        _gate(gate_up, model.activation, gated)
+        multiply_packed(gated, layer.down, layer.down_bias, added)
+        _add_lora(gated, slots, loras, 4 * index + 3, added)
+        _add_norm(
+            model, added, layer.after_mlp, layer.before_next, layer.out_scale, hidden, x
+        )  # fmt: skip
+        for number in range(captured.shape[0]):
+            if captured[number] == index:
+                narrow(hidden.reshape(-1), streams[number].reshape(-1))
+
+
+@njit(nogil=True)
+def _embed(ids: Int64s, model: Any, hidden: Float32s, scratch: Float32s, x: Floats) -> None:
+    table = array_at(model.embeddings, (model.num_embeddings, model.hidden), x)
+    for token in range(ids.shape[0]):
+        widen(table[ids[token]], hidden[token])
+        for i in range(model.hidden):
+            hidden[token, i] *= model.embedding_factor
+        _norm_into(hidden[token], model.first_norm, model.eps, scratch, x[token])
+
+
+@njit(nogil=True)
+def _join(ids: Int64s, hiddens: Floats, model: Any, hidden: Float32s, x: Floats) -> Floats:
+    """Writes the residual stream `hidden`, and returns the input of the first layer, which is x if
+    there is a projection."""
+    size, num_tokens = model.joined, ids.shape[0]
+    table = array_at(model.embeddings, (model.num_embeddings, size), x)
+    joined = np.empty((num_tokens, 2 * size), x.dtype)
+    wide, scratch = np.empty(size, np.float32), np.empty(max(size, model.hidden), np.float32)
+    first = size if model.is_hidden_first != 0 else 0  # of the embedding
+    for token in range(num_tokens):
+        widen(table[ids[token]], wide)
+        for i in range(size):
+            wide[i] *= model.embedding_factor
+        inputs = joined[token]
+        _norm_into(wide, model.embedding_norm, model.eps, scratch, inputs[first : first + size])
+        widen(hiddens[token], wide)
+        normed = inputs[size - first : 2 * size - first]
+        _norm_into(wide, model.hidden_norm, model.eps, scratch, normed)
+        if model.projection == 0:
+            if model.keeps_normed != 0:
+                widen(normed, wide)
+            for i in range(size):
+                hidden[token, i] = wide[i]
+    if model.projection == 0:
+        return joined
+    multiply_packed(joined, model.projection, model.projection_bias, hidden)
+    for token in range(num_tokens):
+        _norm_into(hidden[token], model.first_norm, model.eps, scratch, x[token])
+    return x
+
+
+@njit(nogil=True)
+def multiply_packed(x: Floats, packed: int, bias: int, out: Float32s) -> None:
+    num_out = out.shape[1]
+    size = -(-num_out // 32) * 32 * x.shape[1]
+    multiply(x, array_at(packed, (size,), x), array_at(bias, (num_out,), out), out)
+
+
+@njit(nogil=True)
+def _add_lora(x: Floats, slots: Int64s, loras: Records, index: int, out: Float32s) -> None:
+    """Adds each token's adapter of one linear layer to its product, out [tokens, out]."""
+    if loras.shape[0] == 0:
+        return
+    lora = loras[index]
+    num_in, num_out = x.shape[1], out.shape[1]
+    a = array_at(lora.a, (lora.slots, lora.parts, lora.rank, num_in), x)
+    b = array_at(lora.b, (lora.slots, lora.rank, num_out), x)
+    ranks = array_at(lora.ranks, (lora.slots, lora.parts), slots)
+    bounds = array_at(lora.bounds, (lora.parts + 1,), slots)
+    add_to_wide(x, slots, a, b, ranks, bounds, out)
+
+
+@njit(inline="always")
+def _attend(
+    model: Any, layer: Any, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
+    heads: Float32s, attended: Floats,
+) -> None:  # fmt: skip
+    """Applies norm and RoPE to heads [tokens, q + k + v, head_dim] in place, stores k and v, and
+    attends."""
+    store_keys(model, layer, rows, lens, starts, query_lens, heads, attended)
+    kv_shape = (layer.num_slots, model.kv_heads, model.head_dim)
+    keys = array_at(layer.keys, kv_shape, attended)
+    values = array_at(layer.values, kv_shape, attended)
+    table = array_at(layer.page_table, (model.table_rows, model.table_columns), rows)
+    if model.is_causal == 0:
+        rows, lens, starts, query_lens = _as_last_tokens(rows, lens, query_lens)
+    attend_share(
+        heads[:, : model.heads], keys, values, attended, table, rows, lens, starts, query_lens,
+        model.page_size, layer.window, layer.factor, layer.cap,
+        np.full(model.heads, np.float32(-np.inf)), 0, 1,
+    )  # fmt: skip
+
+
+@njit(nogil=True)
+def _as_last_tokens(
+    rows: Int64s, lens: Int64s, query_lens: Int64s
+) -> tuple[Int64s, Int64s, Int64s, Int64s]:
+    """Returns a row for each token, as if it were the last one of its row: it sees all keys."""
+    num_tokens = query_lens.sum()
+    token_rows, token_lens = np.empty(num_tokens, np.int64), np.empty(num_tokens, np.int64)
+    start = 0
+    for r in range(rows.shape[0]):
+        token_rows[start : start + query_lens[r]] = rows[r]
+        token_lens[start : start + query_lens[r]] = lens[r]
+        start += query_lens[r]
+    return token_rows, token_lens, np.arange(num_tokens), np.ones(num_tokens, np.int64)
+
+
+@njit(nogil=True)
+def store_keys(
+    model: Any, layer: Any, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
+    heads: Float32s, like: Floats,
+) -> None:  # fmt: skip
+    """Applies norm and RoPE to heads [tokens, q + k + v, head_dim] in place, and stores k and v if
+    the model stores them. `like` has the model's dtype."""
+    kv_shape = (layer.num_slots, model.kv_heads, model.head_dim)
+    keys, values = array_at(layer.keys, kv_shape, like), array_at(layer.values, kv_shape, like)
+    table = array_at(layer.page_table, (model.table_rows, model.table_columns), rows)
+    cos_sin = array_at(layer.cos_sin, (model.max_len, model.rotary_dim), like)
+    num_rotated = model.heads + model.kv_heads * model.stores_kv
+    norms = array_at(layer.head_norms, (num_rotated, model.head_dim), heads)
+    rope = np.empty(model.rotary_dim, np.float32)
+    for r in range(rows.shape[0]):
+        _rope_and_store(
+            heads[starts[r] : starts[r] + query_lens[r]], keys, values, table[rows[r]],
+            lens[r] - query_lens[r], model, layer, cos_sin, norms, rope,
+        )  # fmt: skip
+
+
+@njit(nogil=True, **NO_REFCOUNT)
+def _rope_and_store(
+    heads: Float32s, keys: Floats, values: Floats, pages: Int64s, position: int,
+    model: Any, layer: Any, cos_sin: Floats, norms: Float32s, rope: Float32s,
+) -> None:  # fmt: skip
+    """Handles one row's tokens, from `position` on. `rope` [rotary_dim] is scratch memory."""
+    num_rotated = norms.shape[0]
+    for token in range(heads.shape[0]):
+        token_position = position + token
+        token_heads = heads[token]
+        widen(cos_sin[token_position], rope)
+        for head in range(num_rotated):
+            if layer.head_norms != 0:
+                _norm(token_heads[head], norms[head], layer.head_eps, token_heads[head])
+            _rope_head(token_heads[head], rope)
+        if model.stores_kv == 0:
+            continue
+        page = pages[token_position // model.page_size]
+        slot = page * model.page_size + token_position % model.page_size
+        narrow(token_heads[model.heads : num_rotated].reshape(-1), keys[slot].reshape(-1))
+        narrow(token_heads[num_rotated:].reshape(-1), values[slot].reshape(-1))
+
+
+@njit(nogil=True, fastmath=FASTMATH, **NO_REFCOUNT)
+def _rope_head(x: Float32s, rope: Float32s) -> None:
+    half = rope.shape[0] // 2
+    left, right = x[:half], x[half : 2 * half]
+    for i in range(half):
+        a, b = left[i], right[i]
+        left[i] = a * rope[i] - b * rope[half + i]
+        right[i] = b * rope[i] + a * rope[half + i]
+
+
+@njit(nogil=True)
+def _add_norm(
+    model: Any, added: Float32s, norm_of_added: int, norm: int, factor: np.float32,
+    hidden: Float32s, x: Floats,
+) -> None:  # fmt: skip
+    """hidden = (hidden + residual_scale * added) * factor, where `added` may be normalised first; x
+    becomes the sum's norm."""
+    for token in range(hidden.shape[0]):
+        total, more = hidden[token], added[token]
+        if norm_of_added != 0:
+            _norm(more, array_at(norm_of_added, more.shape, more), model.eps, more)
+        for i in range(total.shape[0]):
+            total[i] = (total[i] + model.residual_scale * more[i]) * factor
+        _norm_into(total, norm, model.eps, more, x[token])
+
+
+@njit(nogil=True, fastmath=FASTMATH, **NO_REFCOUNT)
+def _norm(x: Float32s, weight: Float32s, eps: np.float32, out: Float32s) -> None:
+    total = np.float32(0)
+    for i in range(x.shape[0]):
+        total += x[i] * x[i]
+    scale = np.float32(1) / np.float32(math.sqrt(total / np.float32(x.shape[0]) + eps))
+    for i in range(x.shape[0]):
+        out[i] = x[i] * scale * weight[i]
+
+
+@njit(nogil=True)
+def _norm_into(x: Float32s, norm: int, eps: np.float32, scratch: Float32s, out: Floats) -> None:
+    if norm == 0:
+        narrow(x, out)
+        return
+    _norm(x, array_at(norm, x.shape, x), eps, scratch)
+    narrow(scratch[: x.shape[0]], out)
+
+
+# PERF: numba's default error model checks divisors for zero, which prevents vectorisation.
+@njit(nogil=True, fastmath=FASTMATH, error_model="numpy", **NO_REFCOUNT)
+def _gate(gate_up: Float32s, activation: int, gated: Floats) -> None:
+    """gated = activation(gate) * up."""
+    size = np.uint64(gated.shape[1])  # PERF: unsigned, as in rope_and_store_kv.py
+    for token in range(gate_up.shape[0]):
+        row = gate_up[token]
+        if activation == SILU:
+            for i in range(size):
+                row[i] *= row[size + i] * _sigmoid(row[i])
+        elif activation == GELU_TANH:
+            for i in range(size):
+                x = row[i]
+                # (1 + tanh(y)) / 2 is the sigmoid of 2 y.
+                inner = GELU_SCALE * (x + GELU_CUBE * x * x * x)
+                row[i] = x * row[size + i] * _sigmoid(np.float32(2) * inner)
+        else:
+            for i in range(size):
+                x = row[i]
+                part = np.float32(math.erf(x * np.float32(math.sqrt(0.5))))
+                row[i] = np.float32(0.5) * x * (np.float32(1) + part) * row[size + i]
+        narrow(row[:size], gated[token])
+
+
+@njit(inline="always")
+def _sigmoid(x: np.float32) -> np.float32:
+    power = power_of_two(-abs(x) * np.float32(LOG2_E))
+    part = np.float32(1) / (np.float32(1) + power)
+    return part if x >= 0 else power * part
+
+
+@njit(inline="always")
+def logits_of(hidden: Floats, model: Any) -> Float32s:
+    logits = np.empty((hidden.shape[0], model.vocab), np.float32)
+    normed = hidden
+    if model.head_norm != 0:
+        normed = np.empty(hidden.shape, hidden.dtype)
+        wide, scratch = np.empty(model.hidden, np.float32), np.empty(model.hidden, np.float32)
+        for row in range(hidden.shape[0]):
+            widen(hidden[row], wide)
+            _norm_into(wide, model.head_norm, model.eps, scratch, normed[row])
+    multiply_packed(normed, model.head, model.head_bias, logits)
+    _cap_logits(logits.reshape(-1), hidden, model.logit_divisor, model.logit_softcap)
+    return logits
+
+
+@njit(nogil=True)
+def _cap_logits(logits: Float32s, like: Floats, divisor: np.float32, cap: np.float32) -> None:
+    """Divides and soft-caps the logits, rounded where the model itself rounds, so that both sample
+    the same tokens."""
+    for i in range(logits.shape[0]):
+        logits[i] = rounded(logits[i], like)
+    if divisor != np.float32(1):
+        for i in range(logits.shape[0]):
+            logits[i] /= divisor
+    if cap > 0:
+        for i in range(logits.shape[0]):
+            logits[i] = cap * np.float32(math.tanh(logits[i] / cap))

@@ -1,0 +1,75 @@
+"""The prompts and requests of the speculation benchmark, and the steps that `verify` counts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from aserve.bench.one_batch import Shape
+from aserve.bench.speculate import _control, _measure
+from aserve.bench.speculate_engine import Run, Turn, prompts_of, requests_of
+from aserve.bench.step_driver import StepTime
+from aserve.bench.verify_step import _add, _Steps
+from aserve.messages.base import pack_i32
+from aserve.messages.requests import AdmitRequest, SamplingParams
+from aserve.messages.step import StepStats
+
+
+@pytest.mark.parametrize("task", ["stories", "recall", "json", "code"])
+def test_a_task_has_prompts_that_differ(task: str) -> None:
+    prompts = prompts_of(task)
+    assert len({*prompts}) == len(prompts) == 5
+    assert (task == "stories") == ("Once upon a time" in prompts[0])
+
+
+def test_no_repeat_drafts_from_the_answers_of_another_one() -> None:
+    """The same prompts come again, and a drafter remembers answers within a namespace."""
+    asked = [AdmitRequest("", pack_i32([first]), SamplingParams(seed=0)) for first in (1, 2)]
+    namespaces = [
+        {each.namespace for each in requests_of(asked, num_rows, repeat)}
+        for num_rows in (1, 2)
+        for repeat in range(3)
+    ]
+    assert all(len(each) == 1 for each in namespaces)
+    assert len(set.union(*namespaces)) == 6
+
+
+def test_engines_take_turns_in_both_orders_and_the_plain_ones_are_compared() -> None:
+    turns: list[tuple[str, int, int]] = []
+
+    def engine(name: str, speed: int) -> Any:
+        def decode(turn: Turn) -> Run:
+            turns.append((name, turn.num_rows, turn.repeat))
+            return Run(1.0, speed * (10 if turn.repeat else 1), 1.0, 1, ())
+
+        return SimpleNamespace(run=decode)
+
+    engines = {"plain": engine("plain", 100), "plain again": engine("plain again", 99)}
+    found = _measure(engines, [4, 8], repeats=2)
+    names = ["plain", "plain again"]
+    assert turns == [
+        (name, num_rows, repeat)
+        for repeat in range(3)
+        for num_rows in (4, 8)
+        for name in (names[::-1] if repeat == 1 else names)
+    ]
+    assert _control(8, found[8]) == {"rows": 8, "ratio": 0.99, "ratio_spread": 0.0}
+
+
+def test_a_step_counts_where_every_row_has_its_drafts() -> None:
+    def step(done_s: float, num_rows: int, *windows: tuple[int, int]) -> StepTime:
+        return StepTime(StepStats(num_decode_rows=num_rows), 0.0, done_s, 0, windows)
+
+    times = [
+        step(1.0, 0),
+        step(2.0, 2),
+        step(4.0, 2, (4, 3), (4, 1)),
+        step(5.0, 2, (4, 5), (2, 1)),  # the second row is at its end
+        step(6.0, 1, (4, 5)),
+    ]
+    plain, windows = _Steps(0), _Steps(4)
+    _add(Shape(2, 1, 1), (plain, windows), (times, times))
+    assert (plain.times_s, plain.num_tokens) == ([1.0], [])
+    assert (windows.times_s, windows.num_tokens) == ([2.0], [3, 1])

@@ -1,0 +1,441 @@
+"""The two sides of a transfer over a real socket, before toy devices and peers that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import re
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from aserve.config import Facts, Raw, resolve
+from aserve.disagg import wire
+from aserve.disagg.connect import fingerprint, open_transfers
+from aserve.disagg.decode import KvReceiver
+from aserve.disagg.prefill import KvSender, Peers, listen
+from aserve.disagg.wire import Block, Connection, Failed, Fetch
+from aserve.errors import ConfigError, StepError
+from aserve.messages.base import array_i32, pack_i32
+from aserve.messages.executor import DecodeCaps, EngineSpec, SchedulerEvent
+from aserve.messages.output import DetokenizerEvent, Refused, Retired
+from aserve.messages.requests import AdmitRequest, Cancel
+from aserve.messages.transfers import HostKv, KvFailed, KvReady, ReceiveKv, SendKv
+from aserve.observability.reports import KvTransferred
+from aserve.tiny import MODEL_DIR
+from tests.fakes.executor import SPEC, FakeExecutor
+
+SIZE = 4  # bytes of a token's KV: its id, for the toy device
+PROMPT = list(range(100, 111))  # the KV of all but the last one travels
+WHOLE = dict(enumerate(PROMPT[:-1]))
+TOO_LONG = StepError("too long for this engine").info()
+PAGES = (pack_i32([7]),)
+
+
+@dataclass(slots=True)
+class ToyAccess:
+    """The KV of a token is its id. `tokens` is what was written, by position."""
+
+    geometry: str = "toy"
+    bytes_per_token: int = SIZE
+    prompt: list[int] = field(default_factory=lambda: PROMPT)
+    tokens: dict[int, int] = field(default_factory=dict)
+    num_reads: int = 0
+
+    def read(self, pages: tuple[bytes, ...], first: int, stop: int) -> Future[HostKv]:
+        assert pages == PAGES
+        self.num_reads += 1
+        done: Future[HostKv] = Future()
+        done.set_result(lambda: memoryview(pack_i32(self.prompt[first:stop])))
+        return done
+
+    def write(
+        self, pages: tuple[bytes, ...], first: int, token_ids: bytes, values: memoryview
+    ) -> Future[None]:
+        assert pages == PAGES
+        assert values == token_ids
+        self.tokens |= dict(enumerate(array_i32(bytes(values)).tolist(), first))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+class Events:
+    """A scheduler's inbox."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[SchedulerEvent] = asyncio.Queue()
+
+    def send(self, message: SchedulerEvent) -> None:
+        self.queue.put_nowait(message)
+
+    async def next(self) -> SchedulerEvent:
+        async with asyncio.timeout(10):
+            return await self.queue.get()
+
+
+class Texts:
+    """A detokenizer's inbox."""
+
+    def send(self, message: DetokenizerEvent) -> None:
+        raise AssertionError(message)
+
+
+class Side:
+    """One engine, of which only the transfers are real."""
+
+    def __init__(self) -> None:
+        self.access = ToyAccess()
+        self.events = Events()
+        self.reports: list[KvTransferred] = []
+
+    def outcomes(self) -> list[tuple[str, int]]:
+        return [(report.outcome, report.num_bytes) for report in self.reports]
+
+
+class Prefill(Side):
+    def __init__(self) -> None:
+        super().__init__()
+        sock = listen("127.0.0.1", 0)
+        self.address: tuple[str, int] = sock.getsockname()[:2]
+        peers = Peers("secret", "a model")
+        self.actor = KvSender(self.access, self.events, peers, sock, self.reports.append)
+
+    async def admitted(self) -> AdmitRequest:
+        event = await self.events.next()
+        assert isinstance(event, AdmitRequest)
+        return event
+
+    def compute(self, request: AdmitRequest, *lengths: int) -> None:
+        for length in lengths:
+            self.actor.send(SendKv(request.request_id, length, PAGES))
+        if lengths[-1] == len(PROMPT) - 1:
+            self.actor.send(Retired(request.request_id, 0, "length", 0))
+
+
+class Decode(Side):
+    def __init__(self, *addresses: tuple[str, int], key: str = "secret") -> None:
+        super().__init__()
+        self.actor = KvReceiver(
+            self.access,
+            self.events,
+            addresses,
+            key=key,
+            model="a model",
+            report=self.reports.append,
+        )
+
+    def ask(self, first: int = 0) -> None:
+        ids = pack_i32(PROMPT)
+        self.actor.send(ReceiveKv("r", 0, first, len(PROMPT), ids, "salt", PAGES))
+
+    async def failure(self) -> str:
+        event = await self.events.next()
+        assert isinstance(event, KvFailed)
+        return event.error.message
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aserve.disagg.wire.IDLE_S", 0.5)
+    monkeypatch.setattr("aserve.disagg.prefill.WAITING_S", 0.05)
+
+
+@contextlib.asynccontextmanager
+async def running(*sides: Prefill | Decode) -> AsyncIterator[None]:
+    def on_death(name: str, error: BaseException) -> None:
+        raise AssertionError(f"{name} died") from error
+
+    for side in sides:
+        side.actor.start(on_death)
+    yield
+    for side in sides:
+        await side.actor.stop()
+
+
+@pytest.fixture
+async def prefill() -> AsyncIterator[Prefill]:
+    side = Prefill()
+    async with running(side):
+        yield side
+
+
+Script = Callable[[Connection], object]
+
+
+@contextlib.contextmanager
+def peer(script: Script) -> Iterator[tuple[str, int]]:
+    """A prefill engine that reads the Fetch, follows the script and closes the connection."""
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            accepted, _ = sock.accept()
+            with contextlib.closing(Connection(accepted)) as connection:
+                connection.receive()
+                script(connection)
+
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield sock.getsockname()[:2]
+        thread.join()
+
+
+def block(connection: Connection, first: int, stop: int) -> None:
+    connection.send_block(first, stop - first, memoryview(pack_i32(PROMPT[first:stop])))
+
+
+def wrong_checksum(connection: Connection) -> None:
+    connection.send(Block(0, 1, SIZE, checksum=1))
+    connection._socket.sendall(bytes(SIZE))
+
+
+def silence(connection: Connection) -> None:
+    connection._socket.settimeout(10)
+    with contextlib.suppress(OSError):
+        connection.receive()
+
+
+BAD_PEERS: dict[str, tuple[Script, str]] = {
+    "closes": (lambda _: None, "closed the connection"),
+    "closes after a block": (lambda c: block(c, 0, 4), "closed the connection"),
+    "another checksum": (wrong_checksum, "checksum of a block is"),
+    "a block that is not the next": (lambda c: block(c, 1, 4), "tokens 1 to 4 with 12 bytes, not"),
+    "more tokens than asked for": (lambda c: block(c, 0, 11), "tokens 0 to 11 with 44 bytes, not"),
+    "an empty block": (lambda c: block(c, 0, 0), "tokens 0 to 0 with 0 bytes, not"),
+    "bytes of another size": (lambda c: c.send(Block(0, 1, 8, 0)), "with 8 bytes, not"),
+    "no message": (lambda c: c._socket.sendall(b"\3\0\0\0abc"), "not a message"),
+    "an endless message": (lambda c: c._socket.sendall(b"\xff" * 4), "4294967295 bytes: at most"),
+    "asks back": (
+        lambda c: c.send(Fetch(1, "", "", "", 0, b"", "")),
+        "it is no prefill engine",
+    ),
+    "refuses": (lambda c: c.send(Failed("the queue is full")), "the queue is full"),
+    "says nothing": (silence, "timed out"),
+}
+
+
+async def test_kv_comes_chunk_by_chunk_and_in_parts(
+    prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill.actor, "_part_len", 3)
+    decode = Decode(prefill.address)
+    async with running(decode):
+        decode.ask(first=2)
+        request = await prefill.admitted()
+        assert array_i32(request.prompt_ids).tolist() == PROMPT
+        assert (request.sampling.max_tokens, request.namespace) == (0, "salt")
+        assert request.sends_kv
+        prefill.compute(request, 1, 4)
+        assert prefill.access.num_reads == 1  # at once: a later launch may write the pages
+        await asyncio.sleep(0.2)  # it says Waiting
+        prefill.compute(request, 10)
+        assert await decode.events.next() == KvReady("r", 0, b"")
+    assert decode.access.tokens == {at: token for at, token in WHOLE.items() if at >= 2}
+    assert decode.outcomes() == prefill.outcomes() == [("ok", 8 * SIZE)]
+
+
+@pytest.mark.parametrize("name", BAD_PEERS)
+async def test_a_peer_that_misbehaves_is_left_for_the_next_one(name: str, prefill: Prefill) -> None:
+    script, reason = BAD_PEERS[name]
+    with peer(script) as bad:
+        decode = Decode(bad)
+        async with running(decode):
+            decode.ask()
+            assert reason in await decode.failure()
+            assert [outcome for outcome, _ in decode.outcomes()] == ["failed"]
+    with peer(script) as bad:
+        decode = Decode(bad, prefill.address)
+        async with running(decode):
+            decode.ask()
+            request = await prefill.admitted()
+            prefill.compute(request, 10)
+            assert await decode.events.next() == KvReady("r", 0, b"")
+        assert decode.access.tokens == WHOLE
+
+
+async def test_a_peer_that_failed_is_left_alone_for_a_while(
+    prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def connect(host: str, port: int) -> Connection:
+        asked.append((host, port))
+        return wire.connect(host, port)
+
+    monkeypatch.setattr("aserve.disagg.decode.connect", connect)
+    with listen("127.0.0.1", 0) as closed:
+        gone = closed.getsockname()[:2]
+    decode = Decode(gone, prefill.address)
+    async with running(decode):
+        for _ in range(2):
+            decode.ask()
+            prefill.compute(await prefill.admitted(), 10)
+            assert isinstance(await decode.events.next(), KvReady)
+        assert asked == [gone, prefill.address, prefill.address]
+        monkeypatch.setattr("aserve.disagg.decode.COOL_S", 0.0)
+        decode.ask()
+        prefill.compute(await prefill.admitted(), 10)
+        assert isinstance(await decode.events.next(), KvReady)
+        assert asked[3:] == [gone, prefill.address]
+    alone = Decode(gone)
+    monkeypatch.setattr("aserve.disagg.decode.COOL_S", 60.0)
+    async with running(alone):
+        for reason in ("refused", "every prefill engine failed just now"):
+            alone.ask()
+            assert reason in await alone.failure()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"key": "another"}, "--disaggregation-key is another one here"),
+        ({"model": "b"}, "differ in their model: a model here, b there"),
+        ({"geometry": "g"}, "differ in their KV: toy here, g there"),
+        ({"version": 9}, "differ in their protocol: 1 here, 9 there"),
+        ({"first": 2}, "nothing to send from token 2 on of a prompt of 3"),
+        ({"first": -1}, "nothing to send from token -1 on of a prompt of 3"),
+    ],
+)
+async def test_a_fetch_that_does_not_fit_is_refused(
+    prefill: Prefill, change: dict[str, Any], reason: str
+) -> None:
+    fields: dict[str, Any] = {
+        "version": 1,
+        "key": "secret",
+        "model": "a model",
+        "geometry": "toy",
+        "first": 0,
+    }
+    fetch = Fetch(**fields | change, token_ids=pack_i32([1, 2, 3]), namespace="")
+
+    def talk() -> wire.Message:
+        with contextlib.closing(wire.connect(*prefill.address)) as connection:
+            connection.send(fetch)
+            return connection.receive()
+
+    answer = await asyncio.to_thread(talk)
+    assert isinstance(answer, Failed)
+    assert reason in answer.reason
+    assert prefill.events.queue.empty()
+
+
+async def test_a_request_that_ends_on_the_decode_side_ends_on_both(prefill: Prefill) -> None:
+    decode = Decode(prefill.address)
+    async with running(decode):
+        decode.ask()
+        request = await prefill.admitted()
+        decode.actor.send(Retired("r", 0, "cancelled", 0))
+        await decode.failure()
+        assert decode.outcomes() == [("cancelled", 0)]
+        assert await prefill.events.next() == Cancel(request.request_id, None, 0, "cancelled")
+        assert not prefill.actor.owns(request.request_id)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda name: Refused(name, TOO_LONG),
+        lambda name: Retired(name, 0, "error", 0, error=TOO_LONG),
+        lambda name: Retired(name, 0, "shutdown", 0),
+    ],
+)
+async def test_a_prompt_that_is_not_computed_fails(
+    prefill: Prefill, end: Callable[[str], Refused | Retired]
+) -> None:
+    decode = Decode(prefill.address)
+    async with running(decode):
+        decode.ask()
+        request = await prefill.admitted()
+        prefill.actor.send(SendKv(request.request_id, 4, PAGES))
+        prefill.actor.send(end(request.request_id))
+        reason = await decode.failure()
+        assert TOO_LONG.message in reason or "not computed to its end" in reason
+    assert decode.access.tokens == {at: token for at, token in WHOLE.items() if at < 4}
+
+
+async def test_connections_that_ask_for_nothing_do_no_harm(
+    prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aserve.disagg.prefill.MAX_TRANSFERS", 1)
+    monkeypatch.setattr("aserve.disagg.decode.COOL_S", 0.0)
+    say = functools.partial(socket.create_connection, prefill.address, timeout=10)
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x08\0\0\0\x81\xa4typeabc", b"\0\0\0\0"):
+        with say() as client:
+            client.sendall(garbage)
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.to_thread(client.recv, 1) == b""
+    with say():
+        decode = Decode(prefill.address)
+        async with running(decode):
+            decode.ask()
+            reason = await decode.failure()
+            assert "closed" in reason or "reset" in reason
+            await asyncio.sleep(0.8)  # IDLE_S
+            decode.ask()
+            prefill.compute(await prefill.admitted(), 10)
+            assert isinstance(await decode.events.next(), KvReady)
+
+
+def test_a_fingerprint_sees_the_configuration_and_the_weights(tmp_path: Path) -> None:
+    def write(config: str = "{}", fill: int = 0, at: int = 0) -> str:
+        weights = bytearray(1_000_000)
+        weights[at] = fill
+        (tmp_path / "config.json").write_text(config)
+        (tmp_path / "model.safetensors").write_bytes(weights)
+        return fingerprint(tmp_path)
+
+    same = write()
+    assert write() == same
+    others = {
+        write('{"a": 1}'),
+        write(fill=1),
+        write(fill=1, at=500_000),
+        write(fill=1, at=999_999),
+    }
+    assert len(others | {same}) == 5
+    assert fingerprint(tmp_path, is_dummy=True) not in others
+
+
+OPTIONS: dict[str, object] = {
+    "disaggregation_mode": "decode",
+    "disaggregation_prefill": "a:1, [::1]:2",
+}
+CASES: list[tuple[dict[str, object], EngineSpec, str]] = [
+    (OPTIONS, msgspec.structs.replace(SPEC, task="embed"), "not for diffusion, embedding"),
+    (OPTIONS, msgspec.structs.replace(SPEC, decode=DecodeCaps(root_len=0)), "not for diffusion"),
+    ({"disaggregation_mode": "decode"}, SPEC, "needs --disaggregation-prefill HOST:PORT"),
+    (OPTIONS | {"disaggregation_prefill": "a:1,b"}, SPEC, "'b' is not HOST:PORT"),
+]
+
+
+@dataclass(slots=True)
+class ToyExecutor:
+    spec: EngineSpec
+
+    def kv_access(self) -> ToyAccess:
+        return ToyAccess()
+
+
+@pytest.mark.parametrize(("options", "spec", "reason"), CASES)
+def test_options_that_do_not_fit_end_the_start(
+    options: dict[str, object], spec: EngineSpec, reason: str
+) -> None:
+    resolved = resolve(Raw(command_line=options), Facts(default_model=str(MODEL_DIR)))
+    events = Events()
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        open_transfers(ToyExecutor(spec), resolved, events=events, text=Texts(), report=print)
+
+
+def test_a_device_without_transfers_is_refused() -> None:
+    resolved = resolve(Raw(command_line=OPTIONS), Facts(default_model=str(MODEL_DIR)))
+    with pytest.raises(ConfigError, match="cannot transfer KV"):
+        open_transfers(FakeExecutor(), resolved, events=Events(), text=Texts(), report=print)

@@ -1,0 +1,130 @@
+"""KV travels from pages of one engine to those of another one, whose pages have another size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+import numpy as np
+import pytest
+import torch
+
+from aserve.errors import ConfigError
+from aserve.gpu.device.cpu.device import CpuDevice
+from aserve.gpu.disagg.kv_access import TorchKvAccess
+from aserve.gpu.kv.layer_groups import LayerSpec, group_layers
+from aserve.gpu.kv.pools import KvPools
+from aserve.gpu.step.resolve import DeviceState
+from aserve.messages.base import pack_i32
+from aserve.messages.executor import GroupSpec
+from tests.gpu.device_tables import make_tables
+
+NUM_PAGES = 12
+LAYERS = (
+    LayerSpec(0, 4, 2, 8, 1.0),
+    LayerSpec(1, 4, 2, 8, 1.0, window=6),
+    LayerSpec(2, 4, 2, 8, 1.0),
+)
+LATENTS = (LayerSpec(0, 4, 1, 12, 1.0, value_dim=8),)
+Job = Callable[[], None]
+T = TypeVar("T")
+
+
+def engine(
+    layers: tuple[LayerSpec, ...], page_size: int, *, dtype: torch.dtype = torch.float64
+) -> tuple[TorchKvAccess, tuple[KvPools, ...], list[Job]]:
+    """Pools of a model and of a drafter with its first layer, all of whose KV is NaN or random."""
+    groups, table_shape = group_layers(layers), (3, NUM_PAGES)
+    specs = tuple(GroupSpec(group.name, NUM_PAGES, group.window) for group in groups)
+    pools = KvPools(
+        groups,
+        specs,
+        page_size=page_size,
+        table_shape=table_shape,
+        dtype=dtype,
+        device=torch.device("cpu"),
+    )
+    drafts = pools.beside(group_layers(layers[:1]), specs, torch.float32)
+    tables = make_tables()
+    state = DeviceState(pools, tables.tables, tables.relay, draft_pools=drafts)
+    jobs: list[Job] = []
+    return TorchKvAccess(state, CpuDevice("cpu"), jobs.append), (pools, drafts), jobs
+
+
+def stored(pools: tuple[KvPools, ...], group: int) -> list[torch.Tensor]:
+    """Views [layers, slots, heads, dim] of all pools of a group."""
+    return [pool for each in pools for pool in each.pools_of(group) if pool.numel()]
+
+
+def done(future: Future[T], jobs: list[Job]) -> T:
+    assert not future.done(), "it waits for its turn on the executor's thread"
+    jobs.pop(0)()
+    return future.result(timeout=0)
+
+
+@pytest.mark.parametrize("layers", [LAYERS, LATENTS], ids=["two groups", "latents"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("here", "there"), [(4, 4), (4, 3), (1, 16), (16, 1)])
+def test_the_kv_of_tokens_and_nothing_else_is_copied(
+    layers: tuple[LayerSpec, ...], dtype: torch.dtype, here: int, there: int
+) -> None:
+    read, source, source_jobs = engine(layers, here, dtype=dtype)
+    write, target, target_jobs = engine(layers, there, dtype=dtype)
+    num_groups, length = len(group_layers(layers)), 11
+    start = there if there < length else 0  # a prefix hit has whole pages
+    for group in range(num_groups):
+        for pool in stored(source, group):
+            pool.copy_(torch.randn(pool.shape))
+        for pool in stored(target, group):
+            pool.fill_(torch.nan)
+    from_pages = [np.random.default_rng(1).permutation(NUM_PAGES - 1)[: -(-length // here)] + 1]
+    from_pages *= 2
+    to_pages = [np.arange(1, 1 + -(-length // there)) for _ in range(2)]
+    ids = np.arange(70, 70 + length, dtype=np.int32)
+    for first, stop in ((start, start + 1), (start + 1, 7), (7, length)):
+        pages = tuple(pack_i32(each) for each in from_pages[:num_groups])
+        values = done(read.read(pages, first, stop), source_jobs)
+        data = values()
+        assert len(data) == (stop - first) * read.bytes_per_token
+        pages = tuple(pack_i32(each) for each in to_pages[:num_groups])
+        done(write.write(pages, first, ids[first:stop].tobytes(), data), target_jobs)
+    positions = np.arange(start, length)
+    slots = [
+        pages[positions // size] * size + positions % size
+        for pages, size in ((from_pages[0], here), (to_pages[0], there))
+    ]
+    for group in range(num_groups):
+        for sent, came in zip(stored(source, group), stored(target, group), strict=True):
+            assert torch.equal(came[:, slots[1]], sent[:, slots[0]])
+            end = to_pages[0][-1] * there + there
+            tail = np.arange(end - there + (length % there or there), end)
+            assert not came[:, tail].any(), "a former owner's values stand in the last page"
+            assert torch.isnan(came[:, end:]).all(), "another page was written"
+    assert target[0].token_pool[slots[1]].tolist() == ids[start:].tolist()
+    assert read.geometry == write.geometry
+
+
+def test_what_fails_on_the_device_does_not_end_its_thread() -> None:
+    access, _, jobs = engine(LAYERS, 4)
+    future = access.read((pack_i32([99]), pack_i32([99])), 0, 1)
+    jobs.pop()()
+    with pytest.raises(RuntimeError):
+        future.result(timeout=0)
+
+
+def test_other_layers_have_another_geometry() -> None:
+    geometries = {engine(layers, 4)[0].geometry for layers in (LAYERS, LAYERS[:2], LATENTS)}
+    geometries.add(engine(LAYERS, 4, dtype=torch.float32)[0].geometry)
+    assert len(geometries) == 4
+
+
+def test_kv_in_host_memory_is_not_transferred() -> None:
+    class OtherPools(KvPools):
+        pass
+
+    tables = make_tables()
+    pools = object.__new__(OtherPools)
+    state = DeviceState(pools, tables.tables, tables.relay)
+    with pytest.raises(ConfigError, match="HiSparse"):
+        TorchKvAccess(state, CpuDevice("cpu"), lambda _: None)

@@ -1,0 +1,60 @@
+"""An engine with a drafter measures its steps at the start, which leaves no trace in its tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from aserve.gpu.build import BuildOptions, build_executor
+from aserve.gpu.executor import TorchExecutor
+from aserve.gpu.spec.request import SpecOptions
+from aserve.measure_steps import warm_up
+from aserve.messages.results import StepTimes
+from aserve.tiny import DRAFTERS_DIR, MODEL_DIR
+from tests.gpu.drive import request, serve
+
+ASKED = [
+    request("greedy", [1, 9, 4, 33], max_tokens=30),
+    request("hot", [1, 7, 7], max_tokens=30, temperature=1.0, seed=3),
+]
+
+
+def make(algorithm: str | None, **options: Any) -> TorchExecutor:
+    given = SpecOptions(algorithm, bundled_drafters=DRAFTERS_DIR, **options) if algorithm else None
+    settings = BuildOptions(MODEL_DIR, num_pages=160, max_rows=6, speculative=given)
+    return build_executor(settings)
+
+
+def measured(executor: TorchExecutor) -> list[StepTimes]:
+    async def run() -> list[StepTimes]:
+        executor.start(asyncio.get_running_loop())
+        try:
+            return await warm_up(executor)
+        finally:
+            executor.close()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("algorithm", ["NEXTN", "STANDALONE"])
+def test_tokens_after_the_measurement_are_those_of_plain_decoding(algorithm: str) -> None:
+    served = serve(make(algorithm), ASKED, measures=True)
+    assert served.outputs == serve(make(None), ASKED).outputs
+    assert served.num_resyncs == 0
+
+
+def test_each_kind_of_step_is_measured_for_as_many_rows_as_there_are() -> None:
+    [times] = measured(make("STANDALONE"))
+    assert times.num_rows == (1, 4)
+    assert list(times.window_us) == [0, 4]
+    plain, windows = times.plain_us, times.window_us[4]
+    assert all(0 < fast < slow for fast, slow in zip(plain, windows, strict=True))
+
+
+@pytest.mark.parametrize(("algorithm", "how"), [(None, {}), ("EAGLE3", {"verification": "block"})])
+def test_engines_without_a_choice_measure_nothing(
+    algorithm: str | None, how: dict[str, str]
+) -> None:
+    assert measured(make(algorithm, **how)) == []

@@ -1,0 +1,49 @@
+"""Products of experts' rows, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from aserve_kernels.grouped_linear import BLOCK_M, grouped_linear, grouped_linear_ref
+from tests.kernels.tolerance import TOLERANCES, assert_close, draw
+
+# Rows of each expert, with gaps of rows that belong to none; (inputs, outputs).
+COUNTS = [[0], [1], [0, 5, 0], [BLOCK_M, 0, BLOCK_M + 1], [3, 1, 2 * BLOCK_M + 3, 0, 1]]
+SHAPES = [(8, 8), (100, 33)]
+
+
+def bounds(counts: list[int], gap: int = 0) -> tuple[Tensor, Tensor, int]:
+    sizes = torch.tensor(counts, dtype=torch.int32)
+    starts = (sizes + gap).cumsum(0, dtype=torch.int32) - sizes - gap
+    return starts, starts + sizes, int((sizes + gap).sum())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(("gap", "has_bias"), [(0, False), (4, True)])
+def test_each_experts_rows_meet_its_own_weight(
+    has_bias: bool, gap: int, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    num_ins, num_outs = shape
+    for counts in COUNTS:
+        starts, ends, num_rows = bounds(counts, gap)
+        x = draw(num_rows, num_ins + 3, dtype=dtype)[:, :num_ins]
+        weights = draw(len(counts), num_outs, num_ins, dtype=dtype, seed=1) / num_ins**0.5
+        biases = draw(len(counts), num_outs, dtype=dtype, seed=2) if has_bias else None
+        got = grouped_linear(x, weights, biases, starts, ends)
+        expected = grouped_linear_ref(x, weights, biases, starts, ends)
+        for start, end in zip(starts, ends, strict=True):
+            assert_close(got[start:end], expected[start:end])
+
+
+@pytest.mark.usefixtures("sums_in_one_order")
+def test_a_row_gets_the_same_bits_alone_and_among_any_number() -> None:
+    x, weights = draw(2 * BLOCK_M + 3, 70), draw(2, 40, 70, seed=1)
+    starts, ends, _ = bounds([BLOCK_M + 2, BLOCK_M + 1])
+    expected = grouped_linear(x, weights, None, starts, ends)
+    for row in (0, BLOCK_M, BLOCK_M + 1, BLOCK_M + 2, 2 * BLOCK_M + 2):
+        starts, ends, _ = bounds([1, 0] if row < BLOCK_M + 2 else [0, 1])
+        alone = grouped_linear(x[row : row + 1], weights, None, starts, ends)
+        assert torch.equal(alone, expected[row : row + 1])

@@ -1,0 +1,146 @@
+"""Tiny random Qwen-VL models of transformers, and pictures for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aserve.picture import Picture, PixelScale, make_picture
+
+SCALE = PixelScale(1 / 255, (0.5, 0.4, 0.3), (0.3, 0.4, 0.5))
+PATCH, MERGE, IMAGE = 4, 2, 150
+SIDE = PATCH * MERGE
+MAX_MODEL_LEN = 144
+TEXT: dict[str, Any] = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "initializer_range": 0.1,
+    "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 100.0},
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+VISION: dict[str, Any] = {
+    "depth": 3,
+    "num_heads": 4,
+    "patch_size": PATCH,
+    "spatial_merge_size": MERGE,
+    "temporal_patch_size": 2,
+}
+IDS = {
+    "image_token_id": IMAGE,
+    "video_token_id": 151,
+    "vision_start_token_id": 152,
+    "vision_end_token_id": 153,
+}
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Qwen2VL": ({}, {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}),
+    "Qwen2_5_VL": (
+        {},
+        {
+            "hidden_size": 32,
+            "out_hidden_size": 64,
+            "intermediate_size": 48,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+        },
+    ),
+    "Qwen3VL": (
+        {"head_dim": 16, "rope_parameters": {**TEXT["rope_parameters"], "mrope_interleaved": True}},
+        {
+            "hidden_size": 32,
+            "out_hidden_size": 64,
+            "intermediate_size": 48,
+            "num_position_embeddings": 25,
+            "deepstack_visual_indexes": [0, 2],
+        },
+    ),
+}
+
+
+def save_picture_model(kind: str, directory: Path) -> Any:
+    """Returns transformers' model, which it has saved in `directory`."""
+    import transformers
+
+    text, vision = KINDS[kind]
+    model_class: Any = getattr(transformers, f"{kind}ForConditionalGeneration")
+    config = model_class.config_class(
+        text_config={**TEXT, **text}, vision_config={**VISION, **vision}, **IDS
+    )
+    config._attn_implementation = "eager"
+    torch.manual_seed(1)
+    model = model_class(config).eval()
+    for name, weight in model.named_parameters():
+        with torch.no_grad():
+            is_vector = weight.ndim == 1
+            centre = 1.0 if is_vector and not name.endswith("bias") else 0.0
+            torch.nn.init.normal_(weight, mean=centre, std=0.2 if is_vector else 0.15)
+    model.save_pretrained(directory)
+    return model
+
+
+def random_picture(rows: int, columns: int, seed: int = 0) -> Picture:
+    shape = (rows * SIDE, columns * SIDE, 3)
+    pixels = np.random.default_rng((seed, rows, columns)).integers(0, 256, shape, np.uint8)
+    return make_picture(pixels, side=SIDE, scale=SCALE)
+
+
+@dataclass(frozen=True)
+class PicturePrompt:
+    ids: Tensor  # int64 [tokens]
+    pictures: tuple[Picture, ...]  # with their places
+
+    @classmethod
+    def of(cls, *parts: int | Picture) -> PicturePrompt:
+        """A number stands for so many tokens of text."""
+        import msgspec
+
+        ids: list[int] = []
+        pictures = []
+        for part in parts:
+            if isinstance(part, int):
+                ids += [3 + (7 * len(ids) + i * i) % 140 for i in range(part)]
+                continue
+            pictures.append(msgspec.structs.replace(part, start=len(ids)))
+            ids += [IMAGE] * part.num_tokens
+        return cls(torch.tensor(ids), tuple(pictures))
+
+    def inputs(self) -> dict[str, Tensor]:
+        """The arguments of transformers' forward."""
+        if not self.pictures:
+            return {"input_ids": self.ids[None]}
+        patches = [_patches(picture) for picture in self.pictures]
+        grids = [[1, MERGE * p.rows, MERGE * p.columns] for p in self.pictures]
+        return {
+            "input_ids": self.ids[None],
+            "pixel_values": torch.cat(patches),
+            "image_grid_thw": torch.tensor(grids),
+            "mm_token_type_ids": (self.ids[None] == IMAGE).int(),
+        }
+
+
+def _patches(picture: Picture) -> Tensor:
+    """By transformers' own picture processor, which finds the size as it should be."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    shape = (picture.rows * SIDE, picture.columns * SIDE, 3)
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=PATCH,
+        merge_size=MERGE,
+        do_resize=False,
+        image_mean=list(SCALE.mean),
+        image_std=list(SCALE.std),
+    )
+    pixels = np.frombuffer(picture.pixels, np.uint8).reshape(shape)
+    values: Tensor = processor(images=[pixels], return_tensors="pt")["pixel_values"]
+    return values

@@ -1,0 +1,186 @@
+"""Pictures of clients: the patches of transformers, and a 400 for whatever is too much."""
+
+from __future__ import annotations
+
+import base64
+import io
+import struct
+import zlib
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from aserve.errors import ClientError, ConfigError
+from aserve.gpu.models.vision.encoder import cut_patches
+from aserve.gpu.models.vision_language import scaled
+from aserve.messages.requests import ChatPrompt
+from aserve.picture import Picture, PictureSource
+from aserve.pictures.reader import MAX_PICTURES, PictureReader
+from aserve.pictures.settings import CLIP_MEAN, CLIP_STD, PictureSettings, picture_settings
+
+TOKEN = 7
+QWEN2 = {"architectures": ["Qwen2VLForConditionalGeneration"], "image_token_id": TOKEN}
+LIMITS: dict[str, Any] = {"min_pixels": 8 * 28 * 28, "max_pixels": 40 * 28 * 28}
+
+
+def settings_of(**processor: Any) -> PictureSettings:
+    settings = picture_settings(QWEN2, {**LIMITS, **processor}, where="model")
+    assert settings is not None
+    return settings
+
+
+def url_of(image: Image.Image, kind: str = "PNG", **options: Any) -> str:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return as_url(file.getvalue())
+
+
+def as_url(data: bytes) -> str:
+    return f"data:image/any;base64,{base64.b64encode(data).decode()}"
+
+
+def read(*urls: str, settings: PictureSettings | None = None, room: int = 1000) -> Any:
+    """The ids and pictures of a prompt 1, picture, 2, picture, 3, ..."""
+    sources = tuple(PictureSource(url, f"messages[{i}]", "image_url") for i, url in enumerate(urls))
+    ids = [1] + [number for i in range(len(urls)) for number in (TOKEN, i + 2)]
+    reader = PictureReader(settings or settings_of())
+    return reader.placed(ChatPrompt(b"[]", pictures=sources), ids, max_len=room)
+
+
+def drawn(width: int, height: int, mode: str = "RGB") -> Image.Image:
+    pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(pixels).convert(mode)
+
+
+def patches_of(picture: Picture) -> torch.Tensor:
+    class Spec(msgspec.Struct):
+        merge_size: int = 2
+        patch_size: int = 14
+        frames: int = 2
+
+    raw = torch.frombuffer(bytearray(picture.pixels), dtype=torch.uint8)
+    pixels = scaled(raw.view(picture.rows * 28, picture.columns * 28, 3), picture)
+    spec: Any = Spec()
+    return cut_patches(pixels, spec, rows=picture.rows, columns=picture.columns)
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "mode"),
+    [
+        (28, 28, "RGB"),
+        (113, 70, "RGB"),
+        (70, 113, "RGBA"),
+        (42, 42, "L"),
+        (500, 300, "P"),
+        (1000, 60, "CMYK"),
+        (14, 14 * 150, "RGB"),
+    ],
+)
+def test_patches_are_those_of_transformers(width: int, height: int, mode: str) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    image = drawn(width, height, mode)
+    processor = Qwen2VLImageProcessorPil(**LIMITS)
+    expected = processor(images=[image.convert("RGB")], return_tensors="pt")
+    kind = "JPEG" if mode == "CMYK" else "PNG"
+    if kind == "JPEG":
+        image = Image.open(io.BytesIO(base64.b64decode(url_of(image, kind).split(",")[1])))
+        expected = processor(images=[image.convert("RGB")], return_tensors="pt")
+        _, [picture] = read(url_of(drawn(width, height, mode), kind))
+    else:
+        _, [picture] = read(url_of(image, kind))
+    assert [1, 2 * picture.rows, 2 * picture.columns] == expected["image_grid_thw"][0].tolist()
+    assert torch.equal(patches_of(picture), expected["pixel_values"])
+
+
+def test_placeholders_are_as_many_as_the_tokens_of_each_picture() -> None:
+    ids, pictures = read(url_of(drawn(112, 56)), url_of(drawn(56, 140)))
+    wide, high = pictures
+    assert (wide.rows, wide.columns, high.rows, high.columns) == (2, 4, 5, 2)
+    assert ids == [1] + [TOKEN] * 8 + [2] + [TOKEN] * 10 + [3]
+    assert [picture.start for picture in pictures] == [1, 10]
+
+
+def test_equal_pictures_have_equal_digests_whatever_their_file_is() -> None:
+    image = drawn(56, 112)
+    _, (png, webp, other) = read(
+        url_of(image), url_of(image, "WEBP", lossless=True), url_of(drawn(57, 112))
+    )
+    assert png.digest == webp.digest != other.digest
+
+
+def test_of_an_animation_the_first_frame_is_read() -> None:
+    frames = [Image.new("RGB", (56, 56), colour) for colour in ("red", "blue")]
+    url = url_of(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    _, [picture] = read(url)
+    assert picture.pixels[:3] == bytes((255, 0, 0))
+
+
+def png_that_says(width: int, height: int) -> bytes:
+    """A header of so many pixels, and a little data."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    data = zlib.compress(bytes(1000))
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+    )
+
+
+SMALL = url_of(drawn(56, 56))
+
+
+@pytest.mark.parametrize(
+    ("urls", "message"),
+    [
+        (["https://example.com/cat.png"], "fetches no others"),
+        (["file:///etc/passwd"], "fetches no others"),
+        (["data:image/png,abc"], "must be 'data:image/...;base64,...'"),
+        (["data:image/png;base64,a*b="], "is not base64"),
+        ([as_url(b"no picture")], "it is none of PNG, JPEG, WEBP, GIF"),
+        ([as_url(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")], "it is none of PNG"),
+        ([as_url(png_that_says(9_000, 9_000))], "9000 x 9000 pixels, and at most"),
+        ([as_url(png_that_says(60_000, 60_000))], "it is none of|pixels, and at most"),
+        ([as_url(png_that_says(2_000, 2_000))], "it is damaged"),
+        ([url_of(drawn(2, 500))], "one side is more than 200 times the other"),
+        ([SMALL] * (MAX_PICTURES + 1), "at most 16 are allowed"),
+        (["data:image/png;base64," + "A" * (28 << 20)], "has more than 20971520 bytes"),
+    ],
+)
+def test_what_is_no_picture_or_too_much_is_refused(urls: list[str], message: str) -> None:
+    with pytest.raises(ClientError, match=message) as caught:
+        read(*urls)
+    assert caught.value.info().status == 400
+
+
+def test_a_prompt_that_pictures_make_too_long_is_refused_before_it_is_decoded() -> None:
+    damaged = as_url(png_that_says(2_000, 2_000))
+    with pytest.raises(ClientError, match="maximum context length is 20 tokens"):
+        read(SMALL, damaged, room=20)
+
+
+def test_only_some_models_read_pictures() -> None:
+    assert picture_settings({"architectures": ["LlamaForCausalLM"]}, {}, where="m") is None
+    source = PictureSource(SMALL, "messages[0].content[1]", "image_url")
+    with pytest.raises(ClientError, match="supports text input only") as caught:
+        PictureReader().check(ChatPrompt(b"[]", pictures=(source,)))
+    assert caught.value.info().param == "messages[0].content[1]"
+
+
+def test_settings_have_the_defaults_of_transformers_and_must_fit_the_model() -> None:
+    settings = picture_settings(QWEN2, {}, where="model")
+    assert settings is not None
+    assert (settings.scale.mean, settings.scale.std) == (CLIP_MEAN, CLIP_STD)
+    assert (settings.side, settings.min_pixels, settings.max_pixels) == (28, 3136, 1003520)
+    newer = settings_of(min_pixels=None, size={"shortest_edge": 10, "longest_edge": 9000})
+    assert (newer.min_pixels, newer.max_pixels) == (10, LIMITS["max_pixels"])
+    with pytest.raises(ConfigError, match="has patches of 16"):
+        settings_of(patch_size=16)

@@ -1,0 +1,300 @@
+"""What the router passes on, what it retries, and what it answers itself."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from hashlib import sha256
+from typing import Any
+
+import pytest
+from aiohttp import ClientPayloadError, ClientSession, FormData, WSMsgType, web
+
+from tests.router.routed import ADMIN, CHUNKED, OK, StandIn, routed, written
+
+CHAT = "/v1/chat/completions"
+BODY = {"messages": [{"role": "user", "content": "hello"}]}
+HEAD_200 = b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n"
+BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 7\r\nContent-Length: 4\r\n\r\nbusy"
+
+
+async def post(client: ClientSession, path: str = CHAT, **fields: Any) -> tuple[int, bytes]:
+    async with client.post(path, json=BODY | fields) as answer:
+        return answer.status, await answer.read()
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        written(closes=True),
+        written(b"HTTP/1.1 200", closes=True),
+        written(b"not http at all\r\n\r\n", closes=True),
+        written(HEAD_200, closes=True),
+        written(CHUNKED, closes=True),
+        written(BUSY),
+    ],
+    ids=("closed", "half a head", "no http", "no body", "no chunk", "503"),
+)
+async def test_a_request_without_a_first_byte_is_sent_to_another_replica(failure: Any) -> None:
+    bad, good = StandIn(failure), StandIn()
+    async with routed(bad, good) as (client, server):
+        answers = [await post(client) for _ in range(4)]
+        assert answers == [(200, b"ok")] * 4
+        assert len(good.asked) == 4
+        assert 1 <= len(bad.asked) <= 3, "the breaker opens after three failures"
+        assert {asked.body for asked in bad.asked} == {asked.body for asked in good.asked}
+        bad.server.close()
+        assert await post(client) == (200, b"ok")
+        assert server.router.proxy.num_open == 0
+
+
+async def test_the_only_replica_is_asked_again_once_if_it_closes_the_connection() -> None:
+    replica = StandIn()
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        await (written(OK) if len(replica.asked) == 2 else written(closes=True))(writer)
+
+    replica.answer = answer
+    async with routed(replica) as (client, _):
+        assert await post(client) == (200, b"ok")
+        assert (await post(client))[0] == 502
+    assert len(replica.asked) == 4
+
+
+async def test_an_answer_that_has_begun_is_never_sent_again() -> None:
+    piece = b"5\r\ndata:\r\n"
+    bad, good = StandIn(written(CHUNKED + piece, closes=True)), StandIn()
+    async with routed(bad, good) as (client, server):
+        broken = 0
+        for _ in range(2):
+            try:
+                assert await post(client) == (200, b"ok")
+            except ClientPayloadError:
+                broken += 1
+        assert (broken, len(bad.asked), len(good.asked)) == (1, 1, 1)
+        assert [each.in_flight for each in server.router.balancer.replicas()] == [0, 0]
+
+
+SSE = b'data: {"id":"chatcmpl-123456"}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "body"),
+    [
+        (written(CHUNKED, b"%x\r\n%s\r\n" % (len(SSE), SSE), b"0\r\n\r\n"), 200, SSE),
+        (written(CHUNKED + b"3\r\nabc\r\n", b"1\r", b"\nd\r\n0\r\n\r", b"\n"), 200, b"abcd"),
+        (written(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nto the end", closes=True), 200,
+         b"to the end"),
+        (written(b"HTTP/1.1 200 OK\r\nContent-Length: 3000000\r\n\r\n", b"x" * 3_000_000), 200,
+         b"x" * 3_000_000),
+        (written(b"HTTP/1.1 204 No Content\r\n\r\n"), 204, b""),
+        (written(b"HTTP/1.1 302 Found\r\nLocation: /x\r\nContent-Length: 0\r\n\r\n"), 302, b""),
+        (written(b"HTTP/1.1 429 Slow\r\nRetry-After: 3\r\nContent-Length: 4\r\n\r\nslow"), 429,
+         b"slow"),
+        (written(b"HTTP/1.1 500 Bug\r\nContent-Length: 3\r\n\r\nbug"), 500, b"bug"),
+    ],
+    ids=("sse", "cut", "close", "large", "204", "302", "429", "500"),
+)  # fmt: skip
+async def test_answers_pass_unchanged(answer: Any, status: int, body: bytes) -> None:
+    replica = StandIn(answer)
+    async with routed(replica) as (client, _):
+        for _ in range(2):
+            async with client.post(CHAT, json=BODY, allow_redirects=False) as got:
+                assert (got.status, await got.read()) == (status, body)
+                assert got.headers["Server"] == "aserve"
+
+
+async def test_requests_pass_with_their_headers_query_and_body() -> None:
+    replica = StandIn()
+    body = gzip.compress(json.dumps(BODY).encode())
+    headers = {"Content-Encoding": "gzip", "Authorization": "Bearer k", "X-Own": "1"}
+    async with routed(replica) as (client, _):
+        async with client.post("/v1/x%2Fy?a=%20b", data=body, headers=headers) as got:
+            assert got.status == 200
+        async with client.head("/v1/models/m") as got:
+            assert got.status == 200
+    asked = replica.asked[0]
+    assert asked.line == "POST /v1/x%2Fy?a=%20b HTTP/1.1"
+    assert asked.body == body
+    for line in ("Authorization: Bearer k", "X-Own: 1", "X-Forwarded-For: 127.0.0.1"):
+        assert f"\r\n{line}\r\n" in asked.head
+    assert f"Host: {replica.url.removeprefix('http://')}\r\n" in asked.head
+
+
+async def test_an_upload_is_streamed_and_a_json_body_is_bounded() -> None:
+    replica = StandIn()
+    data = bytes(range(256)) * 40_000
+    async with routed(replica, max_body_size=1 << 16) as (client, _):
+        form = FormData()
+        form.add_field("file", data, filename="f")
+        async with client.post("/v1/files", data=form) as got:
+            assert got.status == 200
+        assert sha256(data).digest() == sha256(_part(replica.asked[0].body)).digest()
+        async with client.post(CHAT, json={"prompt": "x" * (1 << 17)}) as got:
+            assert (got.status, (await got.json())["error"]["code"]) == (413, "request_too_large")
+        assert len(replica.asked) == 1
+
+
+def _part(body: bytes) -> bytes:
+    return body.partition(b"\r\n\r\n")[2].rpartition(b"\r\n--")[0]
+
+
+async def test_without_a_replica_a_client_is_told_when_to_come_again() -> None:
+    async with routed() as (client, _):
+        async with client.post(CHAT, json=BODY) as got:
+            assert (got.status, (await got.json())["error"]["code"]) == (503, "no_replica")
+            assert int(got.headers["Retry-After"]) > 0
+        async with client.get("/health") as got:
+            assert got.status == 503
+        async with client.get("/livez") as got:
+            assert got.status == 200
+
+
+async def test_a_client_that_goes_ends_its_request_at_the_replica() -> None:
+    replica = StandIn(written(CHUNKED + b"1\r\na\r\n"))
+    async with routed(replica) as (client, server):
+        async with client.post(CHAT, json=BODY) as got:
+            assert await got.content.readany() == b"a"
+            got.close()
+        async with asyncio.timeout(5):
+            await replica.closed.wait()
+            await server.router.proxy.idle.wait()
+
+
+async def test_websockets_pass_in_both_directions() -> None:
+    async def echo(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        async for message in socket:
+            if message.type is WSMsgType.TEXT:
+                await socket.send_str(message.data.upper())
+            else:
+                await socket.send_bytes(message.data[::-1])
+        return socket
+
+    app = web.Application()
+    app.router.add_get("/v1/realtime", echo)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    async with routed() as (client, server):
+        server.router.add(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        for replica in server.router.balancer.replicas():
+            server.router.balancer.probed(replica.name, load=None)
+        async with client.ws_connect("/v1/realtime?model=m") as socket:
+            await socket.send_str("abc")
+            assert await socket.receive_str() == "ABC"
+            await socket.send_bytes(b"\x00\xff")
+            assert await socket.receive_bytes() == b"\xff\x00"
+    await runner.cleanup()
+
+
+async def test_replicas_join_and_leave_under_load_without_a_failed_request() -> None:
+    first, second = StandIn(), StandIn()
+    await second.start()
+    async with routed(first) as (client, server):
+        stop = asyncio.Event()
+
+        async def ask() -> list[int]:
+            found = []
+            while not stop.is_set():
+                found.append((await post(client))[0])
+            return found
+
+        async def change(method: str, url: str, path: str = "/admin/replicas") -> None:
+            async with client.request(method, path, json={"url": url}, headers=ADMIN) as got:
+                assert got.status == 200, await got.text()
+
+        async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+            asking = [group.create_task(ask()) for _ in range(8)]
+            await change("POST", second.url)
+            await second.asked_more(20)
+            await change("POST", first.url, "/admin/replicas/drain")
+            await change("DELETE", first.url)
+            num_before = len(first.asked)
+            await second.asked_more(20)
+            stop.set()
+        statuses = [status for task in asking for status in task.result()]
+        assert set(statuses) == {200}
+        assert len(first.asked) <= num_before + 8
+        assert [each.name for each in server.router.balancer.replicas()] == [second.url]
+    second.server.close()
+
+
+async def test_the_administrators_routes_need_the_key() -> None:
+    async with routed(StandIn()) as (client, _):
+        for headers in ({}, {"Authorization": "Bearer other"}):
+            async with client.get("/admin/replicas", headers=headers) as got:
+                assert got.status == 401
+        async with client.post("/admin/replicas", json={"url": "ftp://x"}, headers=ADMIN) as got:
+            assert got.status == 400
+
+
+async def test_state_is_asked_of_the_replica_that_has_it() -> None:
+    made = b'{"id":"resp_abcdef"}'
+    own = written(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(made), made))
+    unknown = written(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+    owner, other = StandIn(own), StandIn(unknown)
+    async with routed(owner, other) as (client, server):
+        while not owner.asked:
+            await post(client, "/v1/responses")
+        num_other = len(other.asked)
+        for _ in range(3):
+            async with client.get("/v1/responses/resp_abcdef") as got:
+                assert got.status == 200
+            assert (await post(client, "/v1/responses", previous_response_id="resp_abcdef"))[
+                0
+            ] == 200
+        assert len(other.asked) == num_other
+        server.router.proxy.owners.forget(owner.url)
+        async with client.get("/v1/responses/resp_abcdef") as got:
+            assert (got.status, await got.read()) == (200, made)
+        async with client.get("/v1/responses/resp_unknown") as got:
+            assert got.status == 200  # this stand-in knows every id
+        assert server.router.proxy.owners.find(["resp_unknown"]) == owner.url
+        assert server.router.proxy.owners.find(["resp_abcdef"]) == owner.url
+
+
+async def test_lists_and_metrics_of_all_replicas_are_joined() -> None:
+    def listed(*names: str) -> Any:
+        text = json.dumps({"object": "list", "data": [{"id": name} for name in names]}).encode()
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        return written(head % len(text) + text)
+
+    left, right = StandIn(listed("m", "l")), StandIn(listed("m", "r"))
+    async with routed(left, right) as (client, _):
+        async with client.get("/v1/models") as got:
+            assert [each["id"] for each in (await got.json())["data"]] == ["m", "l", "r"]
+        text = b"# TYPE x_total counter\nx_total 3.0\n"
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: %d\r\n\r\n"
+        left.answer = right.answer = written(head % len(text) + text)
+        async with client.get("/metrics") as got:
+            lines = (await got.text()).splitlines()
+        assert "x_total 6.0" in lines
+        assert f'aserve_router_replica_healthy{{replica="{left.url}"}} 1.0' in lines
+
+
+async def test_a_client_over_its_rate_gets_429_with_the_time_to_wait() -> None:
+    usage = b'{"usage":{"total_tokens":90}}'
+    replica = StandIn(
+        written(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(usage), usage))
+    )
+    async with routed(replica, requests_per_minute=100, tokens_per_minute=100) as (client, _):
+        async with client.post(CHAT, json=BODY | {"max_tokens": 50}) as got:
+            assert got.headers["x-ratelimit-limit-tokens"] == "100"
+        async with client.post(CHAT, json=BODY | {"max_tokens": 50}) as got:
+            assert got.status == 429, "the usage was charged, not the estimate"
+            assert (await got.json())["error"]["code"] == "rate_limit_exceeded"
+            assert 20 < int(got.headers["Retry-After"]) < 60
+        async with client.post(CHAT, json=BODY, headers={"X-Api-Key": "other"}) as got:
+            assert got.status == 429  # keys that nobody has checked are no new client
+
+
+async def test_a_request_to_a_silent_replica_is_given_up_and_not_sent_again() -> None:
+    silent, other = StandIn(written()), StandIn()
+    async with routed(other, silent, replica_timeout=0.2) as (client, _):
+        async with client.post(CHAT, json=BODY) as got:
+            assert (got.status, (await got.json())["error"]["code"]) == (504, "replica_timeout")
+        assert (len(silent.asked), len(other.asked)) == (1, 0)
