@@ -17,7 +17,6 @@ from aserve.progress import OnStage
 from tests.fakes.executor import FakeExecutor, FakeTicket
 
 LOST_STEP = 5
-STEP_S = 0.003
 
 
 class Mortal(FakeExecutor):
@@ -42,9 +41,17 @@ class Sleeper(FakeExecutor):
 class Steady(FakeExecutor):
     """Each step takes a while, so that an answer has a middle."""
 
+    step_s = 0.003
+
     def _schedule(self) -> None:
         self._was_given.set()
-        asyncio.get_running_loop().call_later(STEP_S, self.run_next)
+        asyncio.get_running_loop().call_later(self.step_s, self.run_next)
+
+
+class Slow(Steady):
+    """An answer outlasts a stall of whoever watches it."""
+
+    step_s = 0.03
 
 
 def is_there(path: str) -> bool:
@@ -73,6 +80,7 @@ class Filed(FakeExecutor):
 KINDS: dict[str, Callable[[], LocalExecutor]] = {
     "good": FakeExecutor,
     "steady": Steady,
+    "slow": Slow,
     "relapsing": Steady,
     "refusing": Steady,
     "filed": Filed,

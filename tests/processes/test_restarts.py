@@ -211,10 +211,9 @@ async def test_updated_weights_are_loaded_again_or_the_server_ends(
 @pytest.mark.slow
 async def test_requests_outlive_a_sleep_of_the_engine_unless_their_time_is_over() -> None:
     """It counts as no death, however often it sleeps."""
-    async with running("steady", max_s=120, max_restarts=0) as rig:
+    async with running("slow", max_s=120, max_restarts=0) as rig:
         core, state = rig.core, rig.frontend.state
-        # Long enough that none ends before the engine sleeps twice, even where this process stalls.
-        long = {"max_tokens": 240}
+        long = {"max_tokens": 60}
         asked = [asyncio.ensure_future(rig.ask(f"{i}", seed=i, **long)) for i in range(4)]
         for number in range(2):
             await until_tokens(rig, 40 * (number + 1))
