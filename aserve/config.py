@@ -291,6 +291,12 @@ class SpeculativeOptions:
         "vLLM, such as [(0,), (1,), (0, 0)]; default: a chain, or the tree of the branches",
         Limits(metavar="PATHS"),
     )
+    speculative_token_map: str | None = option(
+        None,
+        "a file of the token ids that EAGLE drafts, a tensor or list that torch saved, or "
+        "OWNER/MODEL/FILE of the hub; default: all",
+        Limits(metavar="FILE"),
+    )
     speculative_min_match_len: int | None = option(
         None,
         "the shortest suffix of a sequence that is looked up in it for a draft; default: 1 token",

@@ -204,13 +204,13 @@ def _settings_in(path: Path) -> Mapping[str, object]:
 
 def _speculative(resolved: Resolved, model_dir: Path) -> SpecOptions | None:
     from aserve.gpu.spec.request import SpecOptions
-    from aserve.host.hub import resolve_model_dir
+    from aserve.host.hub import resolve_file, resolve_model_dir
     from aserve.tiny import DRAFTERS_DIR, MODEL_DIR
 
     options = resolved.speculative
     if options.speculative_algorithm is None:
         return None
-    draft = options.speculative_draft_model_path
+    draft, token_map = options.speculative_draft_model_path, options.speculative_token_map
     return SpecOptions(
         algorithm=options.speculative_algorithm,
         draft_model_dir=None if draft is None else resolve_model_dir(draft),
@@ -220,6 +220,7 @@ def _speculative(resolved: Resolved, model_dir: Path) -> SpecOptions | None:
         num_draft_tokens=options.speculative_num_draft_tokens,
         verification=options.speculative_verification,
         token_tree=options.speculative_token_tree,
+        token_map=None if token_map is None else resolve_file(token_map),
         min_match_len=options.speculative_min_match_len,
         max_match_len=options.speculative_max_match_len,
         shared_table_size=options.speculative_shared_table_size,

@@ -86,6 +86,17 @@ def test_the_bundled_model_comes_with_drafters_and_another_model_does_not() -> N
         )
 
 
+def test_a_map_of_tokens_is_found_before_anything_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "freq.pt"
+    words = ["--speculative-algorithm", "EAGLE", "--speculative-token-map", str(path)]
+    with pytest.raises(ConfigError, match="does not exist"):
+        built(words, MODEL_DIR)
+    path.touch()
+    options = built(words, MODEL_DIR).speculative
+    assert options is not None
+    assert options.token_map == path
+
+
 async def test_a_device_may_have_an_executor_that_is_not_torchs() -> None:
     loaded: list[Path] = []
 

@@ -49,6 +49,21 @@ def resolve_model_dir(name: str, *, has_weights: bool = True) -> Path:
     return _download(name, wanted) if _is_reachable(name) else _cached(name, wanted)
 
 
+def resolve_file(name: str) -> Path:
+    """Returns a file, and downloads it first if `name` is a hub id and the file's name in it."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    model, _, file_name = name.rpartition("/")
+    if "/" not in model or not HUB_NAME.fullmatch(model):
+        raise ConfigError(f"file {name!r} does not exist")
+    fetch = _download if _is_reachable(model) else _cached
+    found = fetch(model, [file_name]) / file_name
+    if not found.is_file():
+        raise ConfigError(f"model {model!r} of the hub has no file {file_name!r}")
+    return found
+
+
 def _is_reachable(name: str) -> bool:
     """Returns whether the hub answers within ANSWER_TIMEOUT_S. Raises the ConfigError of a model
     that it refuses.

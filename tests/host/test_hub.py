@@ -17,7 +17,7 @@ from huggingface_hub.errors import (
 
 from aserve.errors import ConfigError
 from aserve.host import hub
-from aserve.host.hub import resolve_model_dir
+from aserve.host.hub import resolve_file, resolve_model_dir
 
 
 class FakeHub:
@@ -118,3 +118,19 @@ def test_without_the_hub_a_download_of_before_serves(fake_hub: FakeHub) -> None:
 
 def test_a_name_that_the_hub_cannot_have_is_refused() -> None:
     assert "'some--one/model' could not be fetched from the hub" in refusal_of("some--one/model")
+
+
+def test_a_file_lies_here_or_in_a_repository_of_the_hub(fake_hub: FakeHub, tmp_path: Path) -> None:
+    own = tmp_path / "freq.pt"
+    own.touch()
+    assert resolve_file(str(own)) == own
+    for name in ("freq.pt", "model/freq.pt", "/no/such/freq.pt"):
+        with pytest.raises(ConfigError, match=f"file {name!r} does not exist"):
+            resolve_file(name)
+    assert fake_hub.downloads == []
+    with pytest.raises(ConfigError, match="'someone/model' of the hub has no file 'freq"):
+        resolve_file("someone/model/freq.pt")
+    fake_hub.snapshot.mkdir()
+    (fake_hub.snapshot / "freq.pt").touch()
+    assert resolve_file("someone/model/freq.pt") == fake_hub.snapshot / "freq.pt"
+    assert fake_hub.downloads == [["freq.pt"], ["freq.pt"]]

@@ -31,6 +31,7 @@ from aserve.gpu.spec.frozen_kv import is_assistant
 from aserve.gpu.spec.frozen_kv import load as load_assistant
 from aserve.gpu.spec.recurrent_model import draft_rotary, recurrent_blocks, recurrent_drafter
 from aserve.gpu.spec.request import DraftRequest, LoadedDrafter
+from aserve.gpu.spec.token_map import read_token_map, reduced
 
 
 class Eagle1Model:
@@ -47,14 +48,13 @@ class Eagle1Model:
         self.dtype = source.dtype
         self.hidden_size = size
         self.wants: HiddenWants = AFTER_NORM
-        self.token_ids: Tensor | None = None
         embeddings = weights.embeddings(config, request.target)
         fc = source.linear({"fc": size}, in_features=2 * size, bias=weights.has_bias("fc"))
         blocks = recurrent_blocks(config, weights)
         head: LinearOp | None = None
         if weights.has(HEAD):
             head = source.linear({HEAD: config.vocab_size}, in_features=size, bias=False)
-        self.decoder = DraftDecoder(
+        decoder = DraftDecoder(
             config,
             request.target,
             source.dtype,
@@ -64,9 +64,15 @@ class Eagle1Model:
             JoinedInputs(projection=fc),
             head=head,
         )
-        self.layers = self.decoder.layers
-        self.forward = self.decoder.forward
-        self.logits = self.decoder.logits
+        self.take(decoder)
+
+    def take(self, decoder: DraftDecoder) -> None:
+        """Sets the layers."""
+        self.decoder = decoder
+        self.token_ids = decoder.token_ids
+        self.layers = decoder.layers
+        self.forward = decoder.forward
+        self.logits = decoder.logits
 
     def fuse(self, features: tuple[Tensor, ...]) -> Tensor:
         (hidden,) = features
@@ -76,10 +82,14 @@ class Eagle1Model:
 def load(request: DraftRequest) -> LoadedDrafter:
     model_dir = request.model_dir(bundled="eagle")
     if is_assistant(read_fields(model_dir)):
+        request.refuse_token_map()
         return load_assistant(request)
     config = read_draft_config(model_dir)
     check_vocabulary(model_dir, config.vocab_size, request.target)
     check_target_hidden(config.fields, "hidden_size", config.hidden_size, request.target)
     build = partial(Eagle1Model, config=config, request=request)
     model = load_draft_model(model_dir, request.plan, build, rename=decoder_name)
+    if request.options.token_map is not None:
+        ids = read_token_map(request.options.token_map, vocab_size=config.vocab_size)
+        model.take(reduced(model.decoder, ids, request.plan))
     return recurrent_drafter(model, model_dir, request)

@@ -15,14 +15,16 @@ if TYPE_CHECKING:
     from aserve.gpu.spec.request import DraftRequest, LoadedDrafter
 
 
-def _load_in(module: str, request: DraftRequest) -> LoadedDrafter:
+def _load_in(module: str, request: DraftRequest, *, has_token_map: bool = False) -> LoadedDrafter:
+    if not has_token_map:
+        request.refuse_token_map()
     loaded: LoadedDrafter = importlib.import_module(f"aserve.gpu.spec.{module}").load(request)
     return loaded
 
 
 ALGORITHMS: Mapping[str, Callable[[DraftRequest], LoadedDrafter]] = {
     "DFLASH": partial(_load_in, "dflash"),
-    "EAGLE": partial(_load_in, "eagle"),
+    "EAGLE": partial(_load_in, "eagle", has_token_map=True),
     "EAGLE3": partial(_load_in, "eagle3"),
     "FROZEN_KV_MTP": partial(_load_in, "frozen_kv"),
     "NEXTN": partial(_load_in, "nextn"),

@@ -15,6 +15,9 @@ from aserve.gpu.spec.base import Drafter
 from aserve.gpu.spec.fused import FuseDrafter
 from aserve.gpu.weights.source import WHOLE, unwrapped
 
+TOKEN_MAP = "speculative_token_map"
+TOKEN_MAP_OPTION = "--speculative-token-map"
+
 
 class SpecOptions(msgspec.Struct, frozen=True):
     """The options of speculative decoding. A None lets the drafter choose."""
@@ -26,6 +29,7 @@ class SpecOptions(msgspec.Struct, frozen=True):
     topk: int | None = None  # branches at each node of a draft tree; 1: a chain
     num_draft_tokens: int | None = None  # tokens that one step verifies, the root included
     token_tree: str | None = None  # the paths of a static tree
+    token_map: Path | None = None  # a file with the tokens that are drafted; None: all
     min_match_len: int | None = None  # of a suffix that is looked up
     max_match_len: int | None = None
     shared_table_size: int | None = None  # n-grams that a namespace keeps for its rows; 0: none
@@ -66,6 +70,13 @@ class DraftRequest:
                 param="speculative_draft_model_path",
             )
         return self.options.draft_model_dir
+
+    def refuse_token_map(self) -> None:
+        if self.options.token_map is not None:
+            raise ConfigError(
+                f"{TOKEN_MAP_OPTION} is for drafters of EAGLE-1 alone; leave it out",
+                param=TOKEN_MAP,
+            )
 
     def chain_len(self, *, default: int) -> int:
         """Returns the number of drafts of a drafter that makes chains only."""
