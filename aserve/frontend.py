@@ -96,7 +96,7 @@ class Frontend:
         await core.start(supervisor.report_death)
         supervisor.start()
         self._heap.start()
-        self.state.settings.open(core.spec, core.inbox.send, self.gateway)
+        self.state.settings.open(core.spec, core.inbox.send, self.gateway, self.metrics.log)
         self.state.max_model_len = core.spec.max_model_len
         asked = self.resolved.server.max_sequences_per_request
         self.state.max_sequences = asked or core.spec.max_rows

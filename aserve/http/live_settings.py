@@ -21,8 +21,10 @@ from aserve.http.errors import refused
 from aserve.http.openai.limits import INT32, Range, check_within
 from aserve.messages.executor import EngineSpec
 from aserve.messages.requests import ChangeSettings
+from aserve.observability.request_log import WHOLE_LEVEL, RequestLog
 from aserve.request_stream import Capacity, Gateway
 
+REQUESTS_LEVELS = Range(0, WHOLE_LEVEL)
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 
 
@@ -34,6 +36,8 @@ class Settings(msgspec.Struct, frozen=True):
     max_num_batched_tokens: int
     max_mixed_prefill_tokens: int | None
     log_level: str
+    log_requests: bool
+    log_requests_level: int
 
 
 class SettingsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -44,6 +48,8 @@ class SettingsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     max_num_batched_tokens: int | UnsetType = UNSET
     max_mixed_prefill_tokens: int | UnsetType | None = UNSET
     log_level: LogLevel | UnsetType = UNSET
+    log_requests: bool | UnsetType = UNSET
+    log_requests_level: int | UnsetType = UNSET
 
 
 class LiveSettings:
@@ -63,9 +69,10 @@ class LiveSettings:
         spec: EngineSpec,
         send: Callable[[ChangeSettings], None],
         gateway: Gateway,
+        log: RequestLog,
     ) -> None:
         """Starts with the values of the options. `send` sends a change to the engine."""
-        self._engine = _Engine(spec.max_batched_tokens, spec.max_waiting, send, gateway)
+        self._engine = _Engine(spec.max_batched_tokens, spec.max_waiting, send, gateway, log)
         self._resize(spec)
         self._now = Settings(
             version=1,
@@ -73,6 +80,8 @@ class LiveSettings:
             max_num_batched_tokens=spec.max_batched_tokens,
             max_mixed_prefill_tokens=spec.max_mixed_prefill_tokens,
             log_level=logging.getLevelName(logging.getLogger().level).lower(),
+            log_requests=log.is_on,
+            log_requests_level=log.level,
         )
 
     def change(self, body: SettingsBody) -> Settings:
@@ -91,22 +100,25 @@ class LiveSettings:
         )
         engine.check(new)
         self._now = new
-        logging.getLogger().setLevel(new.log_level.upper())
         change = ChangeSettings(
             max_waiting=new.max_queue,
             max_batched_tokens=new.max_num_batched_tokens,
             max_mixed_prefill_tokens=new.max_mixed_prefill_tokens,
             log_level=new.log_level,
+            log_requests=new.log_requests,
+            log_requests_level=new.log_requests_level,
         )
         engine.send(change)
-        if self.spec is not None:
-            self._resize(self.spec.changed(change))
+        self.follow(change)
         return new
 
     def follow(self, change: ChangeSettings) -> None:
-        """Applies a change that another frontend has made and sent to the engine."""
+        """Applies a change that a frontend, this or another one, has sent to the engine."""
         logging.getLogger().setLevel(change.log_level.upper())
         if self.spec is not None:
+            assert self._engine is not None
+            log = self._engine.log
+            log.is_on, log.level = change.log_requests, change.log_requests_level
             self._resize(self.spec.changed(change))
 
     def _resize(self, spec: EngineSpec) -> None:
@@ -125,6 +137,7 @@ class _Engine:
     most_waiting: int
     send: Callable[[ChangeSettings], None]
     gateway: Gateway
+    log: RequestLog
 
     def check(self, new: Settings) -> None:
         """The bounds are those of the options, but the engine has no memory for larger steps than
@@ -136,3 +149,4 @@ class _Engine:
         if new.max_mixed_prefill_tokens is not None:
             most = Range(1, 1 << 20)
             check_within(new.max_mixed_prefill_tokens, most, param="max_mixed_prefill_tokens")
+        check_within(new.log_requests_level, REQUESTS_LEVELS, param="log_requests_level")

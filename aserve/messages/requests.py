@@ -227,14 +227,16 @@ class LoadLora(Message, frozen=True):
 
 
 class ChangeSettings(Message, frozen=True):
-    """http -> scheduler: these fields of the EngineSpec have new values from the next tick on, and
-    the engine's log has a new level.
+    """http -> scheduler: these fields of the EngineSpec have new values from the next tick on. The
+    logs have new levels: that of all processes, and that of requests in the frontends.
     """
 
     max_waiting: int
     max_batched_tokens: int
     max_mixed_prefill_tokens: int | None
     log_level: str
+    log_requests: bool = False
+    log_requests_level: int = 1
 
 
 class LoadWeights(Message, frozen=True):

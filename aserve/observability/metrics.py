@@ -45,7 +45,7 @@ class Metrics:
         self, log: RequestLog | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.registry = CollectorRegistry()
-        self._log = log
+        self.log = log or RequestLog(is_on=False)
         self._clock = clock
         self.recent = Recent(clock=clock)
         self.latency = Latency(clock=clock)
@@ -58,8 +58,7 @@ class Metrics:
 
     def received(self, request: GenerateRequest) -> GenerateRequest:
         """Returns the request, which is to be timed if somebody watches the live view."""
-        if self._log is not None:
-            self._log.received(request)
+        self.log.received(request)
         self.latency.submitted(request)
         self._requests.received.inc()
         self._requests.in_flight.inc()
@@ -67,8 +66,7 @@ class Metrics:
 
     def delivered(self, chunk: OutputChunk) -> OutputChunk:
         """Returns the chunk, with its timings if it is the last one of a request that is timed."""
-        if self._log is not None:
-            self._log.delivered(chunk)
+        self.log.delivered(chunk)
         self._count(chunk)
         return self.latency.annotated(chunk)
 
@@ -87,8 +85,7 @@ class Metrics:
 
     def all_ended(self, reason: str) -> None:
         """Counts all open requests as failed, because the engine has died or shut down."""
-        if self._log is not None:
-            self._log.all_ended(reason)
+        self.log.all_ended(reason)
         self.latency.end_all()
         for request_id in list(self._open):
             self._end(request_id, "failed", reason)

@@ -48,15 +48,27 @@ class _Open:
 
 
 class RequestLog:
-    def __init__(self, level: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._level = level
+    """`is_on` and `level` are those of the options log_requests and log_requests_level. They may
+    change at any time: a request that came without a line ends without one.
+    """
+
+    def __init__(
+        self,
+        level: int = PARAMS_LEVEL,
+        *,
+        is_on: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.is_on, self.level = is_on, level
         self._clock = clock
         self._open: dict[str, _Open] = {}
 
     def received(self, request: GenerateRequest) -> None:
+        if not self.is_on:
+            return
         self._open[request.request_id] = _Open(self._clock())
         details: dict[str, object] = {"priority": request.priority, "lora_slot": request.lora_slot}
-        if self._level >= PARAMS_LEVEL:
+        if self.level >= PARAMS_LEVEL:
             details |= _params(request)
         values = (request.request_id, operation_of(request), request.client, json.dumps(details))
         if self._shows_texts:
@@ -85,7 +97,7 @@ class RequestLog:
 
     @property
     def _shows_texts(self) -> bool:
-        return self._level >= TEXTS_LEVEL
+        return self.level >= TEXTS_LEVEL
 
     def _end(self, request_id: str, outcome: str, last: OutputChunk | None) -> None:
         known = self._open.pop(request_id)
@@ -100,11 +112,11 @@ class RequestLog:
             logger.info(ENDED, *values)
 
     def _shown(self, text: str) -> str:
-        return text if self._level >= WHOLE_LEVEL else text[:SHOWN_CHARS]
+        return text if self.level >= WHOLE_LEVEL else text[:SHOWN_CHARS]
 
 
-def request_log_of(options: ServerOptions) -> RequestLog | None:
-    return RequestLog(options.log_requests_level) if options.log_requests else None
+def request_log_of(options: ServerOptions) -> RequestLog:
+    return RequestLog(options.log_requests_level, is_on=options.log_requests)
 
 
 def _params(request: GenerateRequest) -> dict[str, object]:

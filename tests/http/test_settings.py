@@ -13,6 +13,7 @@ from aserve.actors.replay import replay
 from aserve.http.live_settings import LiveSettings
 from aserve.messages.requests import ChangeSettings
 from aserve.messages.step import ScheduleBatch
+from aserve.observability.request_log import RequestLog
 from aserve.request_stream import Capacity, Gateway
 from tests.fakes.executor import SPEC, FakeExecutor
 from tests.http.asking import bearer
@@ -25,6 +26,8 @@ START = {
     "max_num_batched_tokens": SPEC.max_batched_tokens,
     "max_mixed_prefill_tokens": None,
     "log_level": "warning",
+    "log_requests": False,
+    "log_requests_level": 1,
 }
 PROMPT = {"prompt": "a" * 40, "max_tokens": 2}
 
@@ -145,10 +148,49 @@ async def test_only_the_administrator_has_settings(server: WholeServer) -> None:
         assert answer.status == 404
 
 
+async def test_the_log_of_requests_changes_while_requests_run(
+    server: WholeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By SGLang's route: what it does not name stays as it is, and a line that begins has an end."""
+
+    async def changed(**change: object) -> dict[str, Any]:
+        path = "/configure_logging"
+        async with server.client.post(path, json=change, headers=ROOT) as answer:
+            found: dict[str, Any] = await answer.json()
+        assert (answer.status, found) == (200, (await settings(server))[1])
+        return {name: found[name] for name in START if found[name] != START[name]}
+
+    async def lines(*, between: dict[str, object] | None = None) -> list[str]:
+        caplog.clear()
+        async with server.client.post("/v1/completions", json=PROMPT | {"stream": True}) as answer:
+            if between is not None:
+                await changed(**between)
+            await answer.read()
+        await server.until_idle()
+        found = (each for each in caplog.records if each.name.endswith("request_log"))
+        return [each.getMessage() for each in found]
+
+    assert await changed(log_level="info") == {"version": 2, "log_level": "info"}
+    assert await lines(between={"log_requests": True}) == []
+    received, ended = await lines(between={"log_requests": False, "dump_requests_folder": ""})
+    assert ("a" * 40 not in received, "outcome=length" in ended) == (True, True)
+    assert await lines() == []
+    await changed(log_requests=True, log_requests_level=2)
+    received, _ = await lines()
+    assert "a" * 40 in received
+    before = await settings(server)
+    for wrong in ({"log_requests_level": 4}, {"crash_dump_folder": "/tmp"}, {"log_level": "loud"}):
+        async with server.client.post("/configure_logging", json=wrong, headers=ROOT) as answer:
+            error = (await answer.json())["error"]
+        assert (answer.status, error["param"]) == (400, *wrong)
+    assert await settings(server) == before
+
+
 def test_a_frontend_follows_the_change_of_another_one() -> None:
     gateway = Gateway(submit=lambda _: None, cancel=lambda _: None)
-    settings = LiveSettings()
-    settings.open(SPEC, lambda _: None, gateway)
-    settings.follow(ChangeSettings(SPEC.max_waiting + 5, 8, None, "error"))
+    settings, log = LiveSettings(), RequestLog(is_on=False)
+    settings.open(SPEC, lambda _: None, gateway, log)
+    settings.follow(ChangeSettings(SPEC.max_waiting + 5, 8, None, "error", log_requests=True))
+    assert (log.is_on, log.level) == (True, 1)
     assert gateway.capacity == Capacity(SPEC.max_rows, SPEC.max_waiting + 5)
     assert logging.getLogger().level == logging.ERROR

@@ -14,7 +14,7 @@ const complaints = []
 async function open({ width = 1400, height = 900, colorScheme = "light" } = {}) {
   const page = await (await browser.newContext({ viewport: { width, height }, colorScheme })).newPage()
   page.setDefaultTimeout(20_000)
-  page.on("console", (message) => message.type() === "error" && complaints.push(message.text()))
+  page.on("console", (message) => message.type() === "error" && complaints.push(`${message.text()} ${message.location().url}`))
   page.on("pageerror", (error) => complaints.push(String(error)))
   page.on("request", (request) => request.url().startsWith(url) || request.url().startsWith("blob:") || complaints.push(`asked ${request.url()}`))
   await page.goto(url)
