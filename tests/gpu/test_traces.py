@@ -205,8 +205,9 @@ def traces(draw: st.DrawFn) -> Trace:
 
 @pytest.fixture
 def expands_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Latents are expanded for short chunks of prompts, too."""
+    """Latents are expanded for short chunks of prompts, too, whose keys are chosen row by row."""
     monkeypatch.setattr("aserve.gpu.attention.latents.MIN_QUERIES", 2)
+    monkeypatch.setattr("aserve.gpu.attention.sparse.SHORT_ROW", 5)
 
 
 @pytest.mark.slow

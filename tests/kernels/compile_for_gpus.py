@@ -34,6 +34,7 @@ from aserve_kernels import bitmask
 from aserve_kernels.copy_rows import copy_rows
 from aserve_kernels.gated_mul import KINDS, gated_mul
 from aserve_kernels.grouped_linear import grouped_linear
+from aserve_kernels.index_scores import index_scores
 from aserve_kernels.invariant_linear import WIDE_FROM, invariant_linear
 from aserve_kernels.kv_indices import kv_indices
 from aserve_kernels.kv_indptr import KvIndptr, kv_indptr
@@ -184,6 +185,16 @@ def call_latent_decode(
     )  # fmt: skip
 
 
+def call_index_scores() -> None:
+    """The sizes of DeepSeek-V3.2, and bounds of the lengths that are a multiple of 16 or not."""
+    joined, starts = zeros(2, 65, 128), torch.arange(3)
+    for max_len in (4096, 999):
+        paged = PagedRows(
+            zeros(9, 256, dtype=torch.int64), 16, starts[:2], starts[:2], starts, max_len=max_len
+        )
+        index_scores(joined[:, :-1], zeros(2, 64), zeros(64, 128), paged)
+
+
 def row_tables() -> tuple[Tensor, Tensor]:
     ints = zeros(4, len(INT_COLUMNS), dtype=torch.int64)
     return ints, torch.ones((4, len(FLOAT_COLUMNS)), dtype=torch.float64)
@@ -240,6 +251,7 @@ def call_add_lora() -> None:
 PRODUCTS: tuple[Callable[[], object], ...] = (
     call_paged,
     call_latent_decode,
+    call_index_scores,
     lambda: call_invariant_linear(300),
     call_grouped_linear,
 )

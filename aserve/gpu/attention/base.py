@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from aserve.errors import BugError
-from aserve.gpu.attention.slots import AttendSlots, attend_slots
+from aserve.gpu.attention.slots import SparseOps
 from aserve.gpu.device.base import Device
 from aserve.gpu.kv.layer_groups import LayerGroup, LayerSpec, Mask
 from aserve.gpu.kv.pools import KvPools
@@ -48,7 +48,7 @@ class AttentionKind:
 
     capabilities: Capabilities
     build: Callable[[AttentionSite], AttentionBackend]
-    make_attend_slots: Callable[[AttentionSite], AttendSlots] = lambda _site: attend_slots
+    make_sparse_ops: Callable[[AttentionSite], SparseOps] = lambda _site: SparseOps()
 
 
 class AttentionUnavailable(Exception):

@@ -29,15 +29,17 @@ from aserve.gpu.attention.base import (
 from aserve.gpu.attention.chunked_prefill import choose_chunked_prefill
 from aserve.gpu.attention.cpu import PagedCpu
 from aserve.gpu.attention.latents import has_only_latents
-from aserve.gpu.attention.slots import AttendSlots, Chosen
+from aserve.gpu.attention.slots import Chosen, SparseOps
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec, Mask
 from aserve.gpu.kv.pools import KvPools, LayerKv
 from aserve.gpu.models.base import Attend
+from aserve.gpu.models.indexer import IndexInputs
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve_kernels.cpu.host_rows import HostRows, QueryRows
+from aserve_kernels.cpu.index_scores import compile_index_scores, index_scores
 from aserve_kernels.cpu.latent_attention import latent_attention
 from aserve_kernels.cpu.paged_attention import paged_attention
-from aserve_kernels.paged_rows import Scoring
+from aserve_kernels.paged_rows import PagedRows, Scoring
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +128,11 @@ def _build(site: AttentionSite) -> AttentionBackend:
     return UnmaskedCpu(site.pools, causal) if unmasked else causal
 
 
-def _make_attend_slots(_site: AttentionSite) -> AttendSlots:
-    """The kernel of paged latents, to which each query is a row with pages of one slot."""
+def _make_sparse_ops(site: AttentionSite) -> SparseOps:
+    """The kernel of paged latents, to which each query is a row with pages of one slot, and that of
+    index scores."""
     num_workers = torch.get_num_threads()
+    compile_index_scores(site.dtype, num_workers)
 
     def attend_slots(q: Tensor, kv: LayerKv, chosen: Chosen, layer: LayerSpec) -> Tensor:
         tokens = np.arange(len(q))
@@ -139,7 +143,10 @@ def _make_attend_slots(_site: AttentionSite) -> AttendSlots:
         latent_attention(q, kv.keys, kv.values, rows, scoring, out=out, num_workers=num_workers)
         return out
 
-    return attend_slots
+    def score_keys(index: IndexInputs, keys: Tensor, paged: PagedRows) -> Tensor:
+        return index_scores(index.q, index.weights, keys, paged, num_workers=num_workers)
+
+    return SparseOps(attend_slots, score_keys)
 
 
 KIND = AttentionKind(
@@ -153,5 +160,5 @@ KIND = AttentionKind(
         deterministic=True,
     ),
     _build,
-    _make_attend_slots,
+    _make_sparse_ops,
 )

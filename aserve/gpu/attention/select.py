@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -65,15 +64,14 @@ def build_attention(requested: str, site: AttentionSite, *, order: Sequence[str]
         try:
             kind = load_backend(name)
             inner = with_latents(_build(kind, site), site)
-            backend = with_sparse(inner, site, kind.make_attend_slots(site))
-            capabilities, index_bytes = kind.capabilities, 0
-            if isinstance(backend, SparseBackend):  # it reads bounds of lengths on the host
-                capabilities = dataclasses.replace(capabilities, can_capture=False)
+            backend = with_sparse(inner, site, kind.make_sparse_ops)
+            index_bytes = 0
+            if isinstance(backend, SparseBackend):
                 index_bytes = backend.index_keys.size_bytes
         except AttentionUnavailable as error:
             reasons[name] = str(error)
             continue
-        return Attention(name, capabilities, backend, is_auto, reasons, index_bytes)
+        return Attention(name, kind.capabilities, backend, is_auto, reasons, index_bytes)
     why = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
     if is_auto:
         message = (

@@ -1,4 +1,5 @@
-"""Attention of each query to latents in slots of its own choice, as sparse attention needs it.
+"""The operators of sparse attention: attention of each query to latents in slots of its own choice,
+and the scores by which they are chosen.
 
 For a query q with the slots s_1 .. s_n, n its own number of them:
 
@@ -17,6 +18,8 @@ from torch import Tensor
 from aserve.gpu.kv.layer_groups import LayerSpec
 from aserve.gpu.kv.pools import LayerKv
 from aserve.gpu.kv.store import byte_view, from_kv_dtype
+from aserve.gpu.models.indexer import IndexInputs
+from aserve_kernels.paged_rows import PagedRows
 
 MAX_ELEMENTS = 1 << 24  # of scores, and of gathered latents, at a time
 
@@ -37,6 +40,15 @@ class AttendSlots(Protocol):
         """q [tokens, heads, r + d_rope], absorbed -> sums of latents [tokens, heads, r]."""
 
 
+class ScoreKeys(Protocol):
+    """The scores of an indexer over paged index keys."""
+
+    def __call__(self, index: IndexInputs, keys: Tensor, paged: PagedRows, /) -> Tensor:
+        """keys [slots, index dim]; each row of `paged` is one token of `index` -> I of
+        models/indexer.py, [tokens, paged.max_len], float32 at least. What is behind a token's
+        length is undefined."""
+
+
 def attend_slots(q: Tensor, kv: LayerKv, chosen: Chosen, layer: LayerSpec) -> Tensor:
     """The reference `AttendSlots`, in plain torch. Scores are float32 at least."""
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -51,6 +63,26 @@ def attend_slots(q: Tensor, kv: LayerKv, chosen: Chosen, layer: LayerSpec) -> Te
         values = keys[..., : layer.out_dim].masked_fill(~is_chosen[..., None], 0)
         out[tokens] = torch.einsum("thk,tkr->thr", weights, values).to(q.dtype)
     return out
+
+
+def score_keys(index: IndexInputs, keys: Tensor, paged: PagedRows) -> Tensor:
+    """The reference `ScoreKeys`, in plain torch. Undefined scores are those of slot 0."""
+    parts: list[Tensor] = []
+    places = torch.arange(paged.max_len, device=keys.device)
+    for tokens in tiles(len(index.q), paged.max_len * keys.shape[1]):
+        positions = places * (places < paged.lens[tokens, None])
+        pages = paged.page_table[paged.rows[tokens, None], positions // paged.page_size]
+        slots = pages * paged.page_size + positions % paged.page_size
+        parts.append(index.select(tokens).scores(keys[slots]))
+    return torch.cat(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class SparseOps:
+    """The operators of sparse attention that a backend has."""
+
+    attend_slots: AttendSlots = attend_slots
+    score_keys: ScoreKeys = score_keys
 
 
 def tiles(num_tokens: int, elements_per_token: int) -> Iterator[slice]:

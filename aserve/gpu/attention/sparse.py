@@ -9,6 +9,7 @@ row of its own. So every kernel of paged latents can attend to chosen keys (`Att
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,15 +22,20 @@ from aserve.gpu.attention.base import (
     AttentionSite,
     AttentionUnavailable,
     StaticPlans,
+    StaticShape,
 )
 from aserve.gpu.attention.latents import Part, part_of
-from aserve.gpu.attention.slots import AttendSlots, Chosen, tiles
+from aserve.gpu.attention.slots import Chosen, ScoreKeys, SparseOps, tiles
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerGroup, LayerSpec
 from aserve.gpu.kv.store import store_latents
 from aserve.gpu.models.base import Attend
 from aserve.gpu.models.indexer import IndexInputs, best_keys
 from aserve.gpu.models.latent_attention import LatentInputs, attend_latents
 from aserve.gpu.step.forward_batch import ForwardBatch
+from aserve.messages.base import ArrayI32
+from aserve_kernels.paged_rows import PagedRows
+
+SHORT_ROW = 15  # the most queries of a row whose queries are scored one by one
 
 
 def index_bytes_per_token(group: LayerGroup, dtype: torch.dtype) -> int:
@@ -40,11 +46,12 @@ class IndexKeys:
     """The index keys of all layers, in slots of the page tables of the latents. Written by
     `attend_sparse` only."""
 
-    __slots__ = ("_keys", "_pools")
+    __slots__ = ("_keys", "_pools", "_score_keys")
 
-    def __init__(self, site: AttentionSite) -> None:
+    def __init__(self, site: AttentionSite, score_keys: ScoreKeys) -> None:
         pools, sizes = site.pools, site.pools.num_pages
         self._pools = pools
+        self._score_keys = score_keys
         self._keys = {
             layer.index: site.device.zeros(
                 (sizes[pools.layers[layer.index].group] * pools.page_size, layer.index_dim),
@@ -67,8 +74,8 @@ class IndexKeys:
         of its length."""
         beyond = int(batch.len_bounds_cpu.max(initial=0))
         most = min(layer.index_top_k, beyond)
-        if batch.num_tokens == batch.num_rows:
-            return self._of_decodes(layer, index, batch, most)
+        if batch.query_lens_cpu.max(initial=0) <= SHORT_ROW:
+            return self._of_short_rows(layer, index, batch, beyond)
         shape = (batch.num_tokens, most)
         chosen = torch.full(shape, beyond, dtype=torch.int64, device=batch.rows.device)
         start = 0
@@ -83,19 +90,23 @@ class IndexKeys:
             start += query_len
         return chosen
 
-    def _of_decodes(
-        self, layer: LayerSpec, index: IndexInputs, batch: ForwardBatch, most: int
+    def _of_short_rows(
+        self, layer: LayerSpec, index: IndexInputs, batch: ForwardBatch, beyond: int
     ) -> Tensor:
-        """Returns the same of rows with one query each, several at a time."""
-        group = self._pools.layers[layer.index].group
-        places = torch.arange(int(batch.len_bounds_cpu.max()), device=batch.rows.device)
-        parts: list[Tensor] = []
-        for tile in tiles(batch.num_rows, len(places) * layer.index_dim):
-            is_seen = places <= batch.cache_positions[tile, None]
-            rows = batch.rows[tile, None].expand_as(is_seen)
-            slots = self._pools.slots(group, rows, places.expand_as(is_seen)) * is_seen
-            keys = self._keys[layer.index][slots]  # [rows, keys, index dim]
-            parts.append(best_keys(index.select(tile).scores(keys), is_seen, most))
+        """Returns the same of decodes and verification windows. Each query is scored for itself, by
+        what the device knows of it."""
+        pools, parts = self._pools, list[Tensor]()
+        table = pools.page_tables[pools.layers[layer.index].group]
+        places = torch.arange(beyond, device=batch.rows.device)
+        ends = torch.arange(batch.num_tokens + 1, device=batch.rows.device)
+        for tile in tiles(batch.num_tokens, beyond):
+            positions = batch.cache_positions[tile]
+            paged = PagedRows(
+                table, pools.page_size, batch.token_rows[tile], positions + 1,
+                ends[: len(positions) + 1], max_len=beyond,
+            )  # fmt: skip
+            scores = self._score_keys(index.select(tile), self._keys[layer.index], paged)
+            parts.append(best_keys(scores, places <= positions[:, None], layer.index_top_k))
         return torch.cat(parts)
 
     def _of_row(self, layer: LayerSpec, batch: ForwardBatch, row: int) -> Tensor:
@@ -110,12 +121,12 @@ class IndexKeys:
 @dataclass(frozen=True, slots=True)
 class SparsePlan:
     """The rows of a forward of `num_rows` rows. `inner` is the inner backend's plan of the rows
-    that attend to all their keys."""
+    that attend to all their keys. If there are none, all rows are sparse."""
 
     num_rows: int
     dense: Part | None = None
     inner: object = None
-    sparse: Part | None = None
+    sparse: Part | None = None  # the other rows, if some are dense
 
 
 class SparseBackend:
@@ -123,23 +134,21 @@ class SparseBackend:
 
     __slots__ = ("_inner", "_pools", "_top_k", "attend_slots", "index_keys")
 
-    def __init__(
-        self, inner: AttentionBackend, site: AttentionSite, attend_slots: AttendSlots
-    ) -> None:
+    def __init__(self, inner: AttentionBackend, site: AttentionSite, ops: SparseOps) -> None:
         self._inner = inner
         self._pools = site.pools
-        self.attend_slots = attend_slots
+        self.attend_slots = ops.attend_slots
         self._top_k = min(layer.index_top_k for layer in site.layers)
-        self.index_keys = IndexKeys(site)
+        self.index_keys = IndexKeys(site, ops.score_keys)
 
     @property
     def static_plans(self) -> StaticPlans | None:
-        return None
+        return _SPARSE_ROWS
 
     def plan(self, batch: ForwardBatch) -> object:
         is_dense = np.asarray(batch.len_bounds_cpu <= self._top_k)
         if not is_dense.any():
-            return SparsePlan(batch.num_rows, sparse=Part(batch, None))
+            return SparsePlan(batch.num_rows)
         dense = part_of(batch, is_dense, self._pools)
         inner = self._inner.plan(dense.batch)
         if is_dense.all():
@@ -211,8 +220,28 @@ class AttendChosen:
         return out
 
 
+class _SparseRows:
+    """The `StaticPlans` of sparse attention. In a captured forward all rows attend to chosen keys,
+    however short they are: which rows are short differs from replay to replay. So the inner backend
+    plans nothing for it."""
+
+    def is_better_eager(self, num_rows: int, shared_pages: int) -> bool:
+        return False
+
+    def make(self, shape: StaticShape) -> object:
+        return SparsePlan(shape.num_rows)
+
+    def refresh(self, plan: object, lens: ArrayI32) -> None:
+        pass
+
+
+_SPARSE_ROWS = _SparseRows()
+
+
 def with_sparse(
-    inner: AttentionBackend, site: AttentionSite, attend_slots: AttendSlots
+    inner: AttentionBackend,
+    site: AttentionSite,
+    make_ops: Callable[[AttentionSite], SparseOps],
 ) -> AttentionBackend:
     """Returns `inner`, with chosen keys if the layers have an indexer."""
     if not any(layer.index_dim for layer in site.layers):
@@ -224,4 +253,4 @@ def with_sparse(
         raise AttentionUnavailable("does not support tree masks with sparse attention")
     if site.is_deterministic:
         raise AttentionUnavailable("does not support --deterministic with sparse attention")
-    return SparseBackend(inner, site, attend_slots)
+    return SparseBackend(inner, site, make_ops(site))

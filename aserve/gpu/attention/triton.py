@@ -21,8 +21,8 @@ from aserve.gpu.attention.base import (
     own_plan,
 )
 from aserve.gpu.attention.latents import has_only_latents
-from aserve.gpu.attention.slots import AttendSlots
-from aserve.gpu.attention.triton_latents import attend_slots, build_latents
+from aserve.gpu.attention.slots import SparseOps
+from aserve.gpu.attention.triton_latents import attend_slots, build_latents, score_keys
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec, Mask
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.kv.store import KV_DTYPES
@@ -108,8 +108,8 @@ def _build(site: AttentionSite) -> AttentionBackend:
     return TritonAttention(site.pools, splits)
 
 
-def make_attend_slots(site: AttentionSite) -> AttendSlots:
-    return partial(attend_slots, splits=_splits(site))
+def make_sparse_ops(site: AttentionSite) -> SparseOps:
+    return SparseOps(partial(attend_slots, splits=_splits(site)), score_keys)
 
 
 def _splits(site: AttentionSite) -> KvSplits:
@@ -148,5 +148,5 @@ KIND = AttentionKind(
         deterministic=True,
     ),
     _build,
-    make_attend_slots,
+    make_sparse_ops,
 )

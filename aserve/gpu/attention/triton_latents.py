@@ -14,7 +14,9 @@ from aserve.gpu.attention.slots import Chosen
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec, Mask
 from aserve.gpu.kv.pools import KvPools, LayerKv
 from aserve.gpu.models.base import Attend
+from aserve.gpu.models.indexer import IndexInputs
 from aserve.gpu.step.forward_batch import ForwardBatch
+from aserve_kernels.index_scores import index_scores
 from aserve_kernels.latent_decode import TokenTrees, latent_decode
 from aserve_kernels.paged_rows import PagedRows, Scoring
 from aserve_kernels.paged_tiles import KvSplits
@@ -81,3 +83,8 @@ def attend_slots(
     scoring = Scoring(layer.scale, key_scale=scale, value_scale=scale)
     latent_decode(q.contiguous(), kv.keys, rows, scoring, out=out, splits=splits)
     return out
+
+
+def score_keys(index: IndexInputs, keys: Tensor, paged: PagedRows) -> Tensor:
+    """The `ScoreKeys` of a Triton kernel."""
+    return index_scores(index.q, index.weights.to(index.q.dtype).contiguous(), keys, paged)

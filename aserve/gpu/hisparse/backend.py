@@ -149,4 +149,6 @@ def with_hisparse(attention: Attention, pools: HostKvPools) -> Attention:
             "--enable-hisparse needs a model with sparse attention", param="enable_hisparse"
         )
     backend = HiSparseBackend(attention.backend, pools)
-    return dataclasses.replace(attention, backend=backend)
+    # The clock, and the queue of rows to back up, are the host's, and a replay would not move them.
+    capabilities = dataclasses.replace(attention.capabilities, can_capture=False)
+    return dataclasses.replace(attention, backend=backend, capabilities=capabilities)

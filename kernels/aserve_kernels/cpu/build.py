@@ -33,6 +33,7 @@ from aserve_kernels.cpu.decoder_forward import compile_decoder_forward
 from aserve_kernels.cpu.draft_forward import compile_draft_forward
 from aserve_kernels.cpu.draw import compile_draw
 from aserve_kernels.cpu.gemm import compile_packed_linear
+from aserve_kernels.cpu.index_scores import compile_index_scores
 from aserve_kernels.cpu.int8_linear import compile_int8_linear
 from aserve_kernels.cpu.latent_attention import compile_latent_attention
 from aserve_kernels.cpu.lora import compile_lora
@@ -51,6 +52,7 @@ COMPILERS: Mapping[str, Callable[[torch.dtype, int], None]] = {
     "paged_attention": compile_paged_attention,
     "chunk_attention": lambda _, num_threads: compile_chunk_attention(num_threads),
     "latent_attention": compile_latent_attention,
+    "index_scores": compile_index_scores,
     "packed_linear": lambda dtype, _: compile_packed_linear(dtype),
     "rope_and_store_kv": lambda dtype, _: compile_rope_and_store_kv(dtype),
     "lora": compile_lora,

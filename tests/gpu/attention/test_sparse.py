@@ -16,7 +16,7 @@ from torch import Tensor
 from aserve.errors import ConfigError
 from aserve.gpu.attention.base import AttentionSite
 from aserve.gpu.attention.select import build_attention, load_backend
-from aserve.gpu.attention.slots import Chosen, attend_slots
+from aserve.gpu.attention.slots import Chosen, attend_slots, score_keys
 from aserve.gpu.attention.sparse import SparseBackend, SparsePlan
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.kv.layer_groups import LayerSpec, group_layers
@@ -24,6 +24,9 @@ from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.models.indexer import Indexer, IndexInputs, IndexShape, best_keys
 from aserve.gpu.models.latent_attention import SparseAttend, attend_latents
 from aserve.gpu.step.forward_batch import ForwardBatch
+from aserve_kernels.paged_rows import PagedRows
+from tests.fakes.drafters import Stumbling, speculative
+from tests.fakes.graph_device import GraphDevice
 from tests.fakes.hash_model import HashModel
 from tests.gpu.attention.backend_parity import Layout, random
 from tests.gpu.attention.test_latents import (
@@ -36,7 +39,7 @@ from tests.gpu.attention.test_latents import (
 )
 from tests.gpu.attention.test_layer_kinds import causal, dense
 from tests.gpu.device_tables import device_batch, make_pools
-from tests.gpu.drive import make_executor, request, serve
+from tests.gpu.drive import captured, make_executor, request, serve
 from tests.gpu.plain_engine import plain_tokens
 
 INDEX_DIM, INDEX_HEADS = 6, 3
@@ -160,9 +163,36 @@ def test_kernels_attend_to_chosen_slots_as_plain_torch_does(name: str) -> None:
     kv.keys[0] = torch.nan  # slot 0 holds anything
     q = random(generator, 4, HEADS, LAYER.head_dim).to(dtype)
     chosen = Chosen(slots, lens)
-    kernel = load_backend(name).make_attend_slots(site)
+    kernel = load_backend(name).make_sparse_ops(site).attend_slots
     got, expected = (attend(q, kv, chosen, LAYER) for attend in (kernel, attend_slots))
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["paged-cpu", "triton"])
+def test_kernels_score_the_keys_of_pages_as_plain_torch_does(name: str, dtype: torch.dtype) -> None:
+    """Tokens with one key, with as many as a tile has, and with as many as the bound; two of them
+    are in one row. Queries are parts of a wider tensor, as an indexer makes them."""
+    lens = torch.tensor([1, 64, 65, 150, 149])
+    num_tokens, dim, most = len(lens), 40, 150
+    layer = msgspec.structs.replace(LAYER, index_dim=dim, index_top_k=3)
+    pools = make_pools((layer,), 60, page_size=4, table_shape=(6, 40), dtype=dtype)
+    pools.page_tables[0].copy_(torch.arange(240).view(6, 40).remainder(59) + 1)
+    generator = torch.Generator().manual_seed(4)
+    keys = random(generator, 240, dim).to(dtype)
+    keys[:4] = torch.nan  # page 0 holds anything
+    joined = random(generator, num_tokens, 7, dim).to(dtype)
+    index = IndexInputs(joined[:, :-1], random(generator, num_tokens, 6).to(dtype), joined[:, -1])
+    paged = PagedRows(
+        pools.page_tables[0], 4, torch.tensor([5, 1, 2, 4, 4]), lens,
+        torch.arange(num_tokens + 1), max_len=most,
+    )  # fmt: skip
+    kernel = load_backend(name).make_sparse_ops(site_of(layer, pools, dtype)).score_keys
+    got, expected = (score(index, keys, paged) for score in (kernel, score_keys))
+    is_seen = torch.arange(most) < lens[:, None]
+    assert bool(expected[is_seen].isfinite().all())
+    torch.testing.assert_close(got[is_seen], expected[is_seen], rtol=1e-4, atol=1e-4)
+    assert got.dtype == torch.float32
 
 
 class Matrices:
@@ -229,3 +259,20 @@ def test_rows_that_grow_beyond_top_k_have_the_tokens_of_the_plain_engine(
     served = serve(make_executor(model, attention="torch-ref", **options), asked)
     assert served.outputs == plain_tokens(asked, model)
     assert served.num_retracted > 0
+
+
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_captured_steps_have_the_tokens_of_the_plain_engine(*, has_drafts: bool) -> None:
+    """Graphs that were captured once are replayed for rows shorter than `top_k` and longer."""
+    model, device = HashModel(is_latent=True, top_k=7), GraphDevice()
+    asked = [request(f"r{n}", [5, 7, *range(3 * n)], max_tokens=16) for n in range(4)]
+    executor = make_executor(
+        model,
+        attention="torch-ref",
+        device=device,
+        graph_rows=4,
+        mode=speculative(Stumbling(4)) if has_drafts else None,
+    )
+    served = serve(captured(executor), asked)
+    assert served.outputs == plain_tokens(asked, model)
+    assert device.num_replays > 5

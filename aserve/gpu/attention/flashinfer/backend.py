@@ -79,7 +79,7 @@ from aserve.gpu.attention.flashinfer.wrappers import (
     check_version,
     queries_of,
 )
-from aserve.gpu.attention.triton import make_attend_slots
+from aserve.gpu.attention.triton import make_sparse_ops
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec, Mask
 from aserve.gpu.kv.pools import LayerKv
 from aserve.gpu.models.base import Attend
@@ -309,5 +309,5 @@ KIND = AttentionKind(
         shared_pages=True,
     ),
     _build,
-    make_attend_slots,  # FlashInfer has no kernel for chosen keys
+    make_sparse_ops,  # FlashInfer has no kernels for chosen keys
 )

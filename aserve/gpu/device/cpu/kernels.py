@@ -28,7 +28,9 @@ def all_kernels(isa: CpuIsa) -> list[KernelVariant]:
     for dtype in dtypes:
         for num_threads in (1, 2):
             variants |= dict.fromkeys(kernels_of(dtype, isa, num_threads=num_threads))
-            some = _variants(["lora", "latent_attention"], dtype, num_threads=num_threads)
+            some = _variants(
+                ["lora", "latent_attention", "index_scores"], dtype, num_threads=num_threads
+            )
             variants |= dict.fromkeys(some)
         variants |= dict.fromkeys(_variants(["int8_linear"], dtype))
         if has_tiles(dtype, isa):
