@@ -151,7 +151,7 @@ async def test_only_the_administrator_has_settings(server: WholeServer) -> None:
 async def test_the_log_of_requests_changes_while_requests_run(
     server: WholeServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By SGLang's route: what it does not name stays as it is, and a line that begins has an end."""
+    """By SGLang's route: what it does not name stays as it is. A line that begins has an end."""
 
     async def changed(**change: object) -> dict[str, Any]:
         path = "/configure_logging"
