@@ -229,6 +229,11 @@ class DraftChoice:
         distance = np.where(is_rare, RARE_DISTANCE, ATTEMPT_DISTANCE) << table.num_attempts[rows]
         table.next_attempt[rows] = table.num_tokens[rows] + distance
 
+    def note_transfer(self) -> None:
+        """A row decodes from KV that came from elsewhere, without a prefill that would tell of it.
+        The last choice may hold for a former request of the row."""
+        self._hold = 0
+
     def note_launch(self, table: RowTable, step: Step, stats: StepStats) -> bool:
         """Charges a step that is about to be sent. Returns whether it skips the drafter.
 

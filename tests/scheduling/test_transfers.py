@@ -10,10 +10,10 @@ from aserve.errors import StepError
 from aserve.messages.base import CancelReason, array_i32, pack_i32
 from aserve.messages.output import Retired, StepOutput
 from aserve.messages.requests import Cancel, FailRequest
-from aserve.messages.results import StepFailed
+from aserve.messages.results import StepFailed, StepTimes
 from aserve.messages.step import Resync
 from aserve.messages.transfers import KvFailed, KvReady, ReceiveKv, SendKv
-from tests.scheduling.stage import Stage, ids, request, result, rows, spec
+from tests.scheduling.stage import Stage, cancel, ids, request, result, rows, spec
 
 PROMPT = [5, 6, 7, 8, 9]
 ERROR = StepError("the other engine is gone").info()
@@ -56,6 +56,28 @@ def test_without_a_token_the_last_one_is_computed_here() -> None:
     stage.play(KvReady("a", 0, b""))
     assert stage.of(StepOutput) == []
     assert (ids(stage.batches[0]), array_i32(stage.batches[0].kv_lens).tolist()) == ([9], [4])
+
+
+def test_drafts_begin_when_the_drafter_has_followed_a_step_of_the_row() -> None:
+    """Drafts seem not to pay, so the steps of the row's former request have skipped the drafter,
+    and the choice of then still holds when the row has its new request."""
+    stage = Stage(spec(depth=1, lead=1, max_rows=1, window=3))
+    stage.play(StepTimes((1, 5), (1.0, 2.0), {0: (1.1, 2.2), 2: (2.85, 5.7)}, {}))
+    stage.play(request("b", [1, 2, 3], max_tokens=40))
+    is_skipped: list[bool] = []
+    while not any(is_skipped):
+        [batch] = stage.batches
+        is_skipped.append(batch.skips_drafter)
+        stage.play(result(batch.iteration, {1: [50]}))
+    stage.play(cancel("b"), request("a", PROMPT, max_tokens=40, awaits_kv=True))
+    stage.play(result(batch.iteration + 1, {1: [50]}))
+    stage.play(KvReady("a", 0, b""))
+    is_followed = False
+    for _ in range(9):
+        [batch] = stage.batches
+        assert batch.verify is None or is_followed
+        is_followed = not batch.skips_drafter
+        stage.play(result(batch.iteration, {1: [50]}))
 
 
 def test_a_token_that_ends_the_sequence_is_its_only_one() -> None:
