@@ -522,6 +522,13 @@ MUTANTS = (
         SPECULATION,
     ),
     Mutant(
+        "a stale hidden state, that of the root of a window",
+        "aserve/gpu/spec/recurrent.py",
+        "return {HIDDEN: hidden.index_select(0, inputs.last)}",
+        "return {HIDDEN: hidden.index_select(0, verified.starts)}",
+        "tests/gpu/spec/test_recurrent.py",
+    ),
+    Mutant(
         "front rows with the hidden states of rejected drafts",
         "aserve/gpu/spec/front_rows.py",
         "self._keep(relay, own.rows, hidden, made.cu_query_lens[:-1] + lens - made.kv_lens)",

@@ -229,10 +229,14 @@ class DraftChoice:
         distance = np.where(is_rare, RARE_DISTANCE, ATTEMPT_DISTANCE) << table.num_attempts[rows]
         table.next_attempt[rows] = table.num_tokens[rows] + distance
 
-    def note_transfer(self) -> None:
+    def note_transfer(self, table: RowTable, row: int) -> None:
         """A row decodes from KV that came from elsewhere, without a prefill that would tell of it.
-        The last choice may hold for a former request of the row."""
-        self._hold = 0
+        Its drafter has followed no step of it, and the last choice may hold for a former request.
+        """
+        if self.is_on and self._is_own(table, slice(None))[row]:
+            table.num_cut[row] = self._most  # until a choice names it
+            table.num_skipped[row] = 1
+            self._hold = 0
 
     def note_launch(self, table: RowTable, step: Step, stats: StepStats) -> bool:
         """Charges a step that is about to be sent. Returns whether it skips the drafter.

@@ -11,11 +11,20 @@ import torch
 
 from aserve.gpu.spec.base import AFTER_NORM
 from aserve.gpu.spec.mode import Speculative
-from aserve.gpu.spec.recurrent import RecurrentChain
+from aserve.gpu.spec.recurrent import HIDDEN, RecurrentChain
+from aserve.gpu.step.future_map import SEQ_LEN
+from aserve.messages.requests import AdmitRequest
 from tests.fakes.hash_model import VOCAB, HashModel
-from tests.fakes.hidden_draft import HiddenDraft, pool_kv, scratch_kv, target_hidden, text_of
+from tests.fakes.hidden_draft import (
+    HiddenDraft,
+    pool_kv,
+    scratch_kv,
+    scratch_run,
+    target_hidden,
+    text_of,
+)
 from tests.gpu.drive import make_executor, request, serve
-from tests.gpu.plain_engine import plain_tokens
+from tests.gpu.plain_engine import plain_outputs, plain_tokens
 
 PROMPT = [(5 * i * i + 3 * i) % VOCAB for i in range(15)]
 ASKED = [
@@ -44,6 +53,37 @@ def test_b01_draft_kv_equals_a_prefill_from_scratch(options: dict[str, Any]) -> 
         hidden = target_hidden(target, text)
         expected = scratch_kv(model, torch.tensor(text[1:]), hidden[:-1])
         torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("pace", [(1, 1), (2, 2)])
+def test_b01_the_relayed_hidden_state_is_that_of_the_last_accepted_token(
+    pace: tuple[int, int],
+) -> None:
+    """All drafts are 9, and all tokens 9 or 10, so windows end at each of their places."""
+    model, target = HiddenDraft(), HashModel()
+    model.logits = lambda hidden: hidden.new_zeros(len(hidden), VOCAB).index_fill(
+        1, torch.tensor([9]), 1.0
+    )
+    chain = RecurrentChain(model, 3, hidden_size=target.hidden_size, wants=AFTER_NORM)
+    prompt, allowed = PROMPT[:6], (9, 10)
+
+    def asked(num_tokens: int) -> AdmitRequest:
+        return request("", prompt, max_tokens=num_tokens, allowed_token_ids=allowed)
+
+    text = [*prompt, *plain_outputs(target, asked(40))]
+    is_exact = []
+    for num_tokens in range(9, 17):
+        mode = Speculative(chain)
+        executor = make_executor(target, mode=mode, drafter=model, depth=pace[0], lead=pace[1])
+        serve(executor, [asked(num_tokens)])
+        relay, row = executor._runner.relay, torch.tensor([1])
+        num = int(relay.read(SEQ_LEN, row))  # positions with KV
+        is_exact.append(text[num] == 10 and text[num - 1] == 9)  # a draft and a rejection
+        made, _ = scratch_run(
+            model, torch.tensor(text[1 : num + 1]), target_hidden(target, text)[:num]
+        )
+        torch.testing.assert_close(relay.read(HIDDEN, row), made[-1:], rtol=0, atol=1e-5)
+    assert any(is_exact)
 
 
 @pytest.mark.parametrize("pace", [(1, 1), (2, 2)])

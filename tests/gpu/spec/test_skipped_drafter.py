@@ -53,6 +53,18 @@ def num_drafted(served: Served) -> int:
     return int(sum(plan.sum() for plan in plans))
 
 
+def assert_followed(served: Served) -> None:
+    """No row has drafts whose last step skipped the drafter."""
+    skipped: set[int] = set()
+    for batch in served.batches:
+        rows = array_i32(batch.rows)
+        if batch.verify is not None:
+            drafting = rows[array_i32(batch.verify.num_drafts) > 0]
+            assert skipped.isdisjoint(drafting.tolist())
+        skipped.difference_update(rows.tolist())
+        skipped.update(rows.tolist() if batch.skips_drafter else [])
+
+
 DRAFTERS: list[Callable[[], Stumbling]] = [
     lambda: Stumbling(4, every=3),
     StumblingTree,
@@ -74,6 +86,7 @@ def test_tokens_are_those_of_plain_decoding_while_rows_stop_and_begin_to_draft(
     times = step_times(4, 1.1, 1.3, 9.0, firsts=(1.1, 1.2, 2.0))
     served = serve(executor, [times, *ASKED], chaos=2)
     assert served.outputs == plain_tokens(ASKED, HashModel())
+    assert_followed(served)
     assert num_skipped(served) > 10
     has_drafts = np.flatnonzero([batch.verify is not None for batch in served.batches])
     skips = np.flatnonzero([batch.skips_drafter for batch in served.batches])
