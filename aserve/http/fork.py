@@ -34,7 +34,7 @@ FIELDS = {
 }
 POSITION = Range(0, INT32)
 SINGLE = ("n", "best_of", "echo", "prompt_logprobs")  # a fork has one choice without its prompt
-
+OF_STREAMS = ("resumable", "stream_options")
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -115,7 +115,7 @@ def forked_body(given: Body, changes: ForkBody, original: GenerateRequest) -> Bo
     }
     asked = {name: getattr(changes, name) for name in FIELDS}
     asked = {name: value for name, value in asked.items() if value is not None}
-    dropped = SINGLE if changes.stream is not False else (*SINGLE, "resumable")
+    dropped = SINGLE if changes.stream is not False else (*SINGLE, *OF_STREAMS)
     fields: dict[str, Any] = {name: None for name in dropped if name in names}
     for name, value in (wanted | asked).items():
         known = [alias for alias in FIELDS[name] if alias in names]

@@ -130,6 +130,8 @@ async def test_a_fork_begins_with_the_tokens_that_it_keeps(paused: EchoEngine, p
     name = {"completions": "prompt", "responses": "input"}.get(path, "messages")
     limit = "max_output_tokens" if path == "responses" else "max_tokens"
     body = {name: text[name], limit: 30, "temperature": 0.5, "stream": True, "resumable": True}
+    if "completions" in path:
+        body["stream_options"] = {"include_usage": True}
     task = asyncio.ensure_future(ask(paused, f"/v1/{path}", body, headers=bearer("ann")))
     await paused.until(lambda: bool(paused.scheduler.live))
     request_id = next(iter(paused.scheduler.live))[0].rpartition("-")[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.parsers.tagged_transcripts import IN_ROME, ROME
 from tests.parsers.transcripts import Transcript
 
@@ -393,10 +395,12 @@ HARMONY = (
 FAMILIES: tuple[Transcript, ...] = (
     *LLAMA,
     *MISTRAL,
+    *(replace(row, tools="mistral_v11") for row in MISTRAL),
     *PYTHONIC,
     *QWEN,
     *GLM,
     *DEEPSEEK,
+    *(replace(row, tools="deepseek_v3") for row in DEEPSEEK),
     *KIMI,
     *HARMONY,
 )

@@ -213,4 +213,22 @@ REASONING: tuple[Transcript, ...] = (
         tools="aserve_tiny",
         reasoning="aserve_tiny",
     ),
+    *(
+        thinking(name, f"{THINK}\n</think>\n{CALL}", *THOUGHT, IN_ROME, inside=True, reasoning=name)
+        for name in ("deepseek_r1", "deepseek_v3", "qwen3_thinking")
+    ),
+    thinking("Kimi", f"◁think▷{THINK}◁/think▷42", *THOUGHT, ("say", "42"), reasoning="kimi"),
+    thinking(
+        "Granite",
+        f"Here's my thought process:\n{THINK}\nHere is my response:\n42",
+        *THOUGHT,
+        ("say", "42"),
+        reasoning="granite",
+    ),
+    thinking(
+        "Granite, not quite",
+        "Here's my thought.",
+        ("say", "Here's my thought."),
+        reasoning="granite",
+    ),
 )

@@ -46,6 +46,11 @@ def single(text: str) -> Iterable[str]:
     return (text[place : place + size] for place in range(0, len(text), size))
 
 
+def test_every_parser_has_answers() -> None:
+    assert {row.tools for row in ALL} == {None, *TOOL_PARSERS}
+    assert {row.reasoning for row in ALL} == {None, *REASONING_PARSERS}
+
+
 @EVERY
 def test_an_answer_says_what_it_is_known_to_say(row: Transcript) -> None:
     assert story_of(parsed(row, [row.text])) == row.story
