@@ -23,6 +23,7 @@ from aserve.config import (
     DebugOptions,
     DiffusionOptions,
     DisaggregationOptions,
+    ExpertOptions,
     Facts,
     GrammarOptions,
     GraphOptions,
@@ -60,7 +61,7 @@ Message: TypeAlias = dict[str, str]
 
 ENGINE_RECORDS = (
     *(ModelOptions, KvOptions, SchedulerOptions, SpeculativeOptions, DiffusionOptions),
-    *(MachineOptions, GraphOptions, DebugOptions),
+    *(MachineOptions, ExpertOptions, GraphOptions, DebugOptions),
 )
 COMMAND_RECORDS: Mapping[str, tuple[type, ...]] = {
     "serve": (*ENGINE_RECORDS, GrammarOptions, LoraOptions, DisaggregationOptions, ServerOptions),

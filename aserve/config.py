@@ -394,6 +394,37 @@ class MachineOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertOptions:
+    expert_parallel_size: int = option(
+        1,
+        "ranks among which whole experts are divided; the other layers are divided by "
+        "--tensor-parallel-size among the same ranks, or are on each of them",
+        Limits(low=1, high=64, aliases=("ep-size", "ep")),
+    )
+    enable_expert_parallel: bool = option(
+        False,
+        "divide whole experts among the ranks of --tensor-parallel-size",
+        Limits(aliases=("enable-ep-moe",)),
+    )
+    all2all_backend: str = option(
+        "allgather_reducescatter",
+        "how tokens get to experts of other ranks. allgather_reducescatter: each rank computes its "
+        "experts for all tokens, and the ranks add up the results; deepep_high_throughput: rows "
+        "travel in DeepEP's normal mode; deepep_low_latency: in its low-latency mode, where a rank "
+        "has at most 128 tokens",
+        Limits(
+            choices=("allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency"),
+            aliases=("moe-a2a-backend",),
+            value_aliases={
+                "none": "allgather_reducescatter",
+                "naive": "allgather_reducescatter",
+                "deepep": "deepep_low_latency",
+            },
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class GraphOptions:
     eager: bool = option(
         False,
@@ -805,11 +836,24 @@ class Resolved:
     diffusion: DiffusionOptions
     disaggregation: DisaggregationOptions
     machine: MachineOptions
+    experts: ExpertOptions
     graphs: GraphOptions
     server: ServerOptions
     router: RouterOptions
     debug: DebugOptions
     prompt: PromptOptions
+
+    @property
+    def expert_parallel_size(self) -> int:
+        """The ranks among which whole experts are divided."""
+        is_asked = self.experts.enable_expert_parallel
+        dense = self.machine.tensor_parallel_size if is_asked else 1
+        return max(self.experts.expert_parallel_size, dense)
+
+    @property
+    def num_ranks(self) -> int:
+        """The processes among which the model is divided."""
+        return max(self.machine.tensor_parallel_size, self.expert_parallel_size)
 
     @property
     def model_name(self) -> str:
@@ -833,6 +877,8 @@ def resolve(raw: Raw, facts: Facts) -> Resolved:
         scheduler = _build(SchedulerOptions, values | {"overlap_lead": depth})
     server = _build(ServerOptions, values)
     _check_processes(server)
+    machine, experts = _build(MachineOptions, values), _build(ExpertOptions, values)
+    _check_ranks(machine, experts)
     model = _build(ModelOptions, values)
     source = model.model or facts.default_model
     return Resolved(
@@ -846,13 +892,29 @@ def resolve(raw: Raw, facts: Facts) -> Resolved:
         speculative=_build(SpeculativeOptions, values),
         diffusion=_build(DiffusionOptions, values),
         disaggregation=_build(DisaggregationOptions, values),
-        machine=_build(MachineOptions, values),
+        machine=machine,
+        experts=experts,
         graphs=_build(GraphOptions, values),
         server=server,
         router=_build(RouterOptions, values),
         debug=_build(DebugOptions, values),
         prompt=_build(PromptOptions, values),
     )
+
+
+def _check_ranks(machine: MachineOptions, experts: ExpertOptions) -> None:
+    dense, whole = machine.tensor_parallel_size, experts.expert_parallel_size
+    if len({1, dense, whole}) > 2:
+        raise ConfigError(
+            f"--tensor-parallel-size {dense} and --expert-parallel-size {whole}: experts are "
+            "divided among the same ranks as the other layers, or these are not divided; give both "
+            "the same size, or one of them"
+        )
+    if experts.enable_expert_parallel and dense == whole == 1:
+        raise ConfigError(
+            "--enable-expert-parallel divides experts among the ranks of --tensor-parallel-size; "
+            "give that, or --expert-parallel-size alone"
+        )
 
 
 def _check_processes(server: ServerOptions) -> None:
@@ -876,7 +938,8 @@ def shown_settings(resolved: Resolved) -> dict[str, object]:
     """
     parts = (
         *(resolved.model, resolved.kv, resolved.scheduler, resolved.grammar),
-        *(resolved.speculative, resolved.diffusion, resolved.machine, resolved.graphs),
+        *(resolved.speculative, resolved.diffusion, resolved.machine, resolved.experts),
+        resolved.graphs,
         *(resolved.disaggregation, resolved.server, resolved.debug),
     )
     return {
@@ -929,6 +992,7 @@ ALL_RECORDS: tuple[type, ...] = (
     DiffusionOptions,
     DisaggregationOptions,
     MachineOptions,
+    ExpertOptions,
     GraphOptions,
     ServerOptions,
     RouterOptions,

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from aserve.gpu.diffusion.registry import Denoising
     from aserve.gpu.executor import TorchExecutor
     from aserve.gpu.hisparse.config import HiSparseConfig
+    from aserve.gpu.parallel.experts import ExpertRanks
     from aserve.gpu.spec.request import SpecOptions
 
 
@@ -93,7 +94,7 @@ def load_executor(
 ) -> LocalExecutor:
     """Loads the executor for `--device`. It takes as long as loading the weights takes."""
     load_named = executors.get(resolved.machine.device)
-    is_alone = resolved.machine.tensor_parallel_size == 1
+    is_alone = resolved.num_ranks == 1
     if load_named is not None:
         if not is_alone:
             raise ConfigError(
@@ -114,7 +115,9 @@ def load_rank(
 
     with _progress_of("weights", "loading weights", on_stage) as on_progress:
         options = build_options(resolved, model_dir)
-        options = dataclasses.replace(options, ranks=collectives_of(meet()))
+        place = meet()
+        options = dataclasses.replace(options, ranks=collectives_of(place))
+        options = dataclasses.replace(options, experts=_expert_ranks(resolved, place, options))
         executor = build_executor(options, on_progress=on_progress)
     if resolved.graphs.cuda_graph_capture == "eager":
         with _progress_of("graphs", "capturing graphs", on_stage) as on_progress:
@@ -169,6 +172,20 @@ def build_options(resolved: Resolved, model_dir: Path) -> BuildOptions:
         speculative=_speculative(resolved, model_dir),
         denoising=_denoising(resolved),
     )
+
+
+def _expert_ranks(
+    resolved: Resolved, place: Coordinates, options: BuildOptions
+) -> ExpertRanks | None:
+    from aserve.gpu.parallel.experts import expert_ranks
+    from aserve.gpu.weights.source import ExpertPart
+
+    if resolved.expert_parallel_size == 1:
+        return None
+    part = ExpertPart(place.rank, place.num_ranks)
+    is_divided = resolved.machine.tensor_parallel_size > 1
+    backend = resolved.experts.all2all_backend
+    return expert_ranks(place, options.ranks, part, backend=backend, is_divided=is_divided)
 
 
 def _hisparse(resolved: Resolved) -> HiSparseConfig | None:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import torch
 
@@ -30,10 +29,8 @@ from aserve.gpu.models.config.model import parse_config
 from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.models.families import qwen3_moe
 from aserve.gpu.moe.deepep import NormalDispatcher
-from aserve.gpu.moe.dispatch import Dispatcher
-from aserve.gpu.moe.layer import ExpertsSpec, Placement
 from aserve.gpu.moe.logical_ranks import Link, LogicalExchange, LogicalRanks, together
-from aserve.gpu.moe.two_batches import Stages, TwoBatches, decoder_in_stages
+from aserve.gpu.moe.two_batches import Stages, TwoBatches, decoder_in_stages, expert_layers
 from aserve.gpu.step.forward_batch import DeviceBatch, ForwardBatch
 from aserve.gpu.weights.dummy import DummyWeights
 from aserve.gpu.weights.source import LoadProgress, Target
@@ -122,20 +119,14 @@ class _Rank:
 
 
 def _rank(boxes: LogicalRanks, exchange: LogicalExchange, num_rows: int) -> _Rank:
-    def make(num_experts: int) -> Dispatcher:
-        return NormalDispatcher(num_experts, exchange)
-
     config = parse_config(Fields(SHAPE, source=TITLE), defaults=qwen3_moe.DEFAULTS)
     spec = qwen3_moe.qwen3_moe(config)
-    placement = Placement(boxes.num_ranks, make)
-    mlps = tuple(
-        msgspec.structs.replace(mlp, placement=placement) if isinstance(mlp, ExpertsSpec) else mlp
-        for mlp in spec.mlps
-    )
     dtype = torch.float32
     target = Target(prepare_grouped=linear_per_expert, shard=boxes.shard(exchange.rank))
     weights = DummyWeights(target, dtype=dtype, progress=LoadProgress(0, dtype=dtype))
-    model = Decoder(msgspec.structs.replace(spec, mlps=mlps), weights, max_model_len=2 * CONTEXT)
+    model = Decoder(spec, weights, max_model_len=2 * CONTEXT)
+    for mlp in expert_layers(model):
+        mlp.dispatcher = NormalDispatcher(mlp.num_experts, exchange)
     columns = 2 * CONTEXT // PAGE_SIZE
     groups = group_layers(model.layers)
     num_pages = 1 + num_rows * columns

@@ -47,6 +47,7 @@ from aserve.gpu.models.pooling import PooledModel, generating
 from aserve.gpu.models.registry import Code
 from aserve.gpu.moe.two_batches import two_batches
 from aserve.gpu.parallel.collectives import ALONE, Collectives
+from aserve.gpu.parallel.experts import ExpertRanks
 from aserve.gpu.parallel.source import for_rank
 from aserve.gpu.runner import DraftParts, ModelRunner, RunnerParts
 from aserve.gpu.sampling.params import RowTables
@@ -57,7 +58,7 @@ from aserve.gpu.spec.rejection import Verification, verification_of
 from aserve.gpu.spec.request import DraftRequest, LoadedDrafter, SpecOptions
 from aserve.gpu.step.future_map import SEQ_LEN, FutureMap
 from aserve.gpu.step.resolve import DeviceState
-from aserve.gpu.weights.format import WeightRequest, dtype_name
+from aserve.gpu.weights.format import WeightFormat, WeightRequest, dtype_name
 from aserve.gpu.weights.source import OnProgress, Target, ignore_progress
 from aserve.messages.executor import EngineSpec
 
@@ -100,6 +101,7 @@ class BuildOptions:
     hisparse: HiSparseConfig | None = None  # KV of sparse attention is in the host's memory
     threads: int | None = None  # of torch; None: as many as the model benefits from
     ranks: Collectives = ALONE  # among which the model is divided
+    experts: ExpertRanks | None = None  # divides the experts whole; None: like other layers
 
 
 def build_executor(
@@ -149,20 +151,7 @@ def build_on(
     )
     is_dummy = options.load_format == "dummy"
     ops = device.ops(form.dtype, is_deterministic=options.deterministic)
-    target = Target(
-        device.torch_device,
-        device.free_bytes(),
-        form.prepare,
-        form.prepare_grouped,
-        ops.elementwise,
-    )
-    unsupported = {
-        "--enable-lora": options.max_loras,
-        "--enable-hisparse": options.hisparse,
-        "--enable-two-batch-overlap": options.two_batches,
-        "--dllm-algorithm": options.denoising,
-    }
-    target = for_rank(target, options.ranks, beside=unsupported)
+    target = _target(device, options, form, ops)
     loras = None
     if options.max_loras:
         _refuse_adapters(code)
@@ -173,6 +162,8 @@ def build_on(
     with names_the_option("the model does not fit; free memory of the device"):
         plan = LoadPlan(form.dtype, options.max_model_len, is_dummy, target, on_progress)
         model = loader.load(plan)
+    if options.experts is not None:
+        options.experts.place_experts(model)
     random = "random weights, " if is_dummy else ""
     about = f"{code.name} code ({code.why}), {random}{form.about}"
     drafter = None
@@ -204,6 +195,25 @@ def build_on(
     return assemble(
         model, mode, device, options, about=about, drafter=drafter, live_loader=live_loader
     )
+
+
+def _target(device: Device, options: BuildOptions, form: WeightFormat, ops: DeviceOps) -> Target:
+    """Returns the target of this rank's part of the model."""
+    target = Target(
+        device.torch_device,
+        device.free_bytes(),
+        form.prepare,
+        form.prepare_grouped,
+        ops.elementwise,
+    )
+    unsupported = {
+        "--enable-lora": options.max_loras,
+        "--enable-hisparse": options.hisparse,
+        "--dllm-algorithm": options.denoising,
+    }
+    if options.experts is None:
+        return for_rank(target, options.ranks, beside=unsupported)
+    return for_rank(target, options.experts.dense, beside=unsupported, experts=options.experts.part)
 
 
 def _verification(

@@ -91,7 +91,6 @@ FOREIGN_FLAGS = (
     ForeignFlag(
         ("data-parallel-size", "dp-size", "dp"), "start one server for each replica instead", ONE
     ),
-    ForeignFlag(("expert-parallel-size", "ep-size", "ep"), ONE_DEVICE, ONE),
     ForeignFlag(("nnodes",), ONE_DEVICE, ONE),
     ForeignFlag(
         ("tokenizer", "tokenizer-path"), "the tokenizer is that of the model's directory; use MODEL"

@@ -65,7 +65,7 @@ class ParallelExecutor:
 
     def __init__(self, own: LocalExecutor, ranks: Sequence[RankProcess]) -> None:
         self.spec = own.spec
-        self.about = f"{own.about}, tensor parallel on {len(ranks) + 1} ranks"
+        self.about = f"{own.about}, on {len(ranks) + 1} ranks"
         self.died: asyncio.Future[BaseException]
         self._own = own
         self.ranks = tuple(ranks)

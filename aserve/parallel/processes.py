@@ -88,7 +88,7 @@ def rank_processes(
     resolved: Resolved, model_dir: Path, store: Path
 ) -> Iterator[tuple[RankProcess, ...]]:
     """Starts all ranks but the first one. It ends them if the block raises, and only then."""
-    size = resolved.machine.tensor_parallel_size
+    size = resolved.num_ranks
     with contextlib.ExitStack() as undo:
         ranks = []
         for number in range(1, size):

@@ -20,17 +20,17 @@ from aserve.messages.step import Launch, Resync, Sample
 class Coordinates(msgspec.Struct, frozen=True):
     """The place of a rank among all of them, and the file in which they find each other.
 
-    There is one axis now. The tensor-parallel axis stays the innermost one, so that the ranks that
-    talk most are neighbours.
+    There is one axis now, of the ranks among which heads, experts or both are divided. It stays the
+    innermost one, so that the ranks that talk most are neighbours.
     """
 
     rank: int = 0
-    tensor_parallel_size: int = 1
+    num_ranks: int = 1
     store: str = ""
 
     @property
     def is_alone(self) -> bool:
-        return self.tensor_parallel_size == 1
+        return self.num_ranks == 1
 
 
 # Called when a rank has imported its libraries, before it meets the others.

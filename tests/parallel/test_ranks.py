@@ -78,6 +78,26 @@ def test_drafters_experts_and_latents_change_no_token(
     assert any(batch.verify is not None for batch in two.batches) is bool(drafter)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("folder", "options", "num_asks"),
+    [
+        ("moe", {"tensor_parallel_size": 4, "enable_expert_parallel": True}, 1),
+        ("mla", {"expert_parallel_size": 2, "enable_two_batch_overlap": True}, 4),
+    ],
+)
+def test_whole_experts_on_ranks_change_no_token(
+    folder: str, options: dict[str, Any], num_asks: int, tmp_path: Path
+) -> None:
+    """Rows travel. The other layers are divided on four ranks, and replicated on two."""
+    model = complete_folder(MODELS_DIR / folder, tmp_path / "model")
+    asked = asks(is_plain=True)[:num_asks]
+    one = serve(loaded(model), asked)
+    executor = loaded(model, all2all_backend="deepep_low_latency", **options)
+    assert isinstance(executor, ParallelExecutor)
+    assert serve(executor, asked, chaos=3).outputs == one.outputs
+
+
 async def test_the_death_of_a_rank_is_that_of_the_engine_and_new_weights_are_refused() -> None:
     executor = loaded(tensor_parallel_size=2)
     assert isinstance(executor, ParallelExecutor)

@@ -64,7 +64,7 @@ class NativeLoader:
     def load(self, plan: LoadPlan) -> CausalModel:
         build, shard = self.family.build, shard_of(self.config, plan.target.shard)
         target = dataclasses.replace(plan.target, shard=shard)
-        config = rank_config(self.config, shard.num_ranks)
+        config = rank_config(self.config, shard)
         context_len = config.context_len(plan.max_model_len or self.default_len)
         inventory = self._inventory(plan.dtype, config, target)
         if shard.num_ranks > 1:

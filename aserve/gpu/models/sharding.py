@@ -25,8 +25,9 @@ COLUMN_PARALLEL = frozenset(
 KV_HEADS = frozenset({"k_proj", "v_proj"})
 ROW_PARALLEL = frozenset({"o_proj", "down_proj", "w2"})
 # Fields of the configuration beside `ModelConfig`'s own that are sizes of inner layers.
+EXPERT_SIZE = "moe_intermediate_size"
 INNER_SIZES = (
-    "moe_intermediate_size",
+    EXPERT_SIZE,
     "moe_shared_expert_intermediate_size",
     "shared_expert_intermediate_size",
 )
@@ -36,14 +37,19 @@ def can_divide(size: int, num_ranks: int) -> bool:
     return size % num_ranks == 0
 
 
-def rank_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
+def rank_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     """Returns the configuration of one rank's model. Raises ConfigError for sizes that the number
     of ranks does not divide."""
+    num_ranks = shard.num_ranks
     if num_ranks == 1:
         return config
     inner = {name: config.fields.integer(name) for name in INNER_SIZES if config.fields.has(name)}
-    sizes = {"num_attention_heads": config.num_heads, **inner}
-    sizes["intermediate_size"] = config.intermediate_size
+    mlp_size = {"intermediate_size": config.intermediate_size}
+    if shard.experts is not None:
+        # Without a size of their own, experts have that of the MLPs, whose place they take.
+        mlp_size = mlp_size if EXPERT_SIZE in inner else {}
+        inner = {}
+    sizes = {"num_attention_heads": config.num_heads, **inner, **mlp_size}
     for name, size in sizes.items():
         if not can_divide(size, num_ranks):
             _refuse(config, f"{name} is {size}", num_ranks)
@@ -54,7 +60,7 @@ def rank_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
         config,
         num_heads=config.num_heads // num_ranks,
         num_kv_heads=max(1, num_kv_heads // num_ranks),
-        intermediate_size=config.intermediate_size // num_ranks,
+        intermediate_size=config.intermediate_size // (num_ranks if mlp_size else 1),
         fields=replaced(config.fields, {name: n // num_ranks for name, n in inner.items()}),
     )
 

@@ -15,7 +15,7 @@ identity experts: https://arxiv.org/abs/2509.01322
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -28,19 +28,6 @@ from aserve.gpu.models.decoder_spec import DecoderSpec
 from aserve.gpu.moe.dispatch import Combining, Dispatcher, LocalDispatcher, Sent
 from aserve.gpu.moe.routing import Routing, route, without_identity
 from aserve.gpu.weights.source import WeightSource
-
-MakeDispatcher: TypeAlias = Callable[[int], Dispatcher]  # of the number of experts
-
-
-class Placement(msgspec.Struct, frozen=True):
-    """Says where a layer's experts are. Each rank has an equal part of them, and the source of
-    the weights knows which."""
-
-    num_ranks: int = 1
-    make_dispatcher: MakeDispatcher = LocalDispatcher
-
-
-LOCAL = Placement()
 
 
 class ExpertNames(msgspec.Struct, frozen=True):
@@ -67,7 +54,6 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
     has_score_bias: bool = False
     num_identity: int = 0
     names: ExpertNames = ExpertNames()
-    placement: Placement = LOCAL
 
     def __call__(self, index: int, spec: DecoderSpec, weights: WeightSource, /) -> ExpertMlp:
         names, hidden = self.names, spec.config.hidden_size
@@ -94,7 +80,7 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
     def _experts(
         self, name: str, weights: WeightSource, hidden: int, gated: Activation
     ) -> GatedExperts:
-        names, count = self.names, self.count // self.placement.num_ranks
+        names, count = self.names, self.count
         parts = {names.gate: self.size, names.up: self.size}
         gate_up = weights.stacked(name, parts, count=count, in_features=hidden)
         down = weights.stacked(name, {names.down: hidden}, count=count, in_features=self.size)
@@ -164,9 +150,10 @@ class Computed(NamedTuple):
 
 
 class ExpertMlp:
-    """A `Mlp`. Its three stages may be called one by one, with other work between them."""
+    """A `Mlp`. Its three stages may be called one by one, with other work between them. Where this
+    device has some of the experts alone, `dispatcher` is replaced before the first call."""
 
-    __slots__ = ("_bias", "_dispatcher", "_spec", "experts", "router", "shared")
+    __slots__ = ("_bias", "_spec", "dispatcher", "experts", "router", "shared")
 
     def __init__(
         self,
@@ -179,10 +166,15 @@ class ExpertMlp:
     ) -> None:
         self._spec = spec
         self._bias = bias  # [experts], added to the scores for the choice
-        self._dispatcher = spec.placement.make_dispatcher(spec.count)
+        self.dispatcher: Dispatcher = LocalDispatcher(spec.count)
         self.router = router
         self.experts = experts
         self.shared = shared
+
+    @property
+    def num_experts(self) -> int:
+        """The experts of all ranks."""
+        return self._spec.count
 
     def __call__(self, x: Tensor, /) -> Tensor:
         return self.finish(self.compute(self.start(x)))
@@ -194,7 +186,7 @@ class ExpertMlp:
         if self._spec.num_identity:
             routed, weights = without_identity(routed, self._spec.count)
             beside = (x * weights).to(x.dtype)
-        sent = self._dispatcher.start(x, routed)
+        sent = self.dispatcher.start(x, routed)
         if self.shared is not None:
             beside = self.shared(x) if beside is None else beside + self.shared(x)
         return Started(sent, beside)

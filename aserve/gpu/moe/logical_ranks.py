@@ -16,7 +16,7 @@ from torch import Tensor
 
 from aserve.errors import BugError
 from aserve.gpu.moe.two_batches import Stages
-from aserve.gpu.weights.source import Shard
+from aserve.gpu.weights.source import ExpertPart, Shard
 
 Parts = Sequence[tuple[Tensor, ...]]
 
@@ -66,7 +66,7 @@ class LogicalRanks:
 
     def shard(self, rank: int) -> Shard:
         """The part of the weights that a rank holds."""
-        return Shard(rank, self.num_ranks, {"mlp.experts": 0})
+        return Shard(experts=ExpertPart(rank, self.num_ranks))
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from aserve.gpu.decode.base import OnPublish
 from aserve.gpu.models.base import Attend, CausalModel
 from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.moe.layer import ExpertMlp
+from aserve.gpu.moe.shortcut_decoder import ShortcutDecoder
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.gpu.step.halves import cut_in_two
 from aserve.gpu.step.plan import StepPlan
@@ -90,12 +91,21 @@ def two_batches(model: CausalModel, attention: AttentionBackend, *, has_loras: b
     if has_loras:
         message = "--enable-two-batch-overlap does not go with --enable-lora"
         raise ConfigError(f"{message}, whose adapters are bound to a whole forward", param=param)
-    if not isinstance(model, Decoder) or not any(
-        isinstance(block.mlp, ExpertMlp) for block in model.blocks
-    ):
+    if not isinstance(model, Decoder) or not expert_layers(model):
         message = "--enable-two-batch-overlap is for models with experts that have native code"
         raise ConfigError(f"{message}; leave it out", param=param)
     return TwoBatches(model, attention)
+
+
+def expert_layers(model: CausalModel) -> tuple[ExpertMlp, ...]:
+    """Returns the mixtures of experts of a decoder, in the order of its layers."""
+    match model:
+        case Decoder():
+            return tuple(block.mlp for block in model.blocks if isinstance(block.mlp, ExpertMlp))
+        case ShortcutDecoder():
+            return model.shortcuts
+        case _:
+            return ()
 
 
 def in_turns(first: Stages, second: Stages) -> Stages:

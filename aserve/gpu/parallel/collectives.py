@@ -69,9 +69,9 @@ class GroupCollectives:
     __slots__ = ("_group", "num_ranks", "rank")
 
     def __init__(self, place: Coordinates) -> None:
-        self.rank, self.num_ranks = place.rank, place.tensor_parallel_size
+        self.rank, self.num_ranks = place.rank, place.num_ranks
         try:
-            self._group = _gloo(place)
+            self._group = cast(_Group, gloo_group(place))
         except RuntimeError as error:
             raise RankLost(f"the ranks did not meet: {error}") from error
 
@@ -102,22 +102,22 @@ class GroupCollectives:
         return parts
 
 
-class _Work(Protocol):
+class Work(Protocol):
     def wait(self) -> bool: ...
 
 
 class _Group(Protocol):
     """What is used of torch's process groups. Their stubs have no collectives."""
 
-    def allgather(self, every: list[list[Tensor]], own: list[Tensor], /) -> _Work: ...
+    def allgather(self, every: list[list[Tensor]], own: list[Tensor], /) -> Work: ...
 
 
-def _gloo(place: Coordinates) -> _Group:
-    """Meets the other ranks on the loopback interface."""
-    store = FileStore(place.store, place.tensor_parallel_size)
+def gloo_group(place: Coordinates, *, name: str = "sums") -> object:
+    """Meets the other ranks on the loopback interface. Groups of different names are apart."""
+    size = place.num_ranks
+    store = FileStore(f"{place.store}-{name}", size)
     store.set_timeout(timedelta(seconds=MEET_S))
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in the stub
     options._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK)]
     options._timeout = timedelta(seconds=COLLECTIVE_S)
-    size = place.tensor_parallel_size
-    return cast(_Group, ProcessGroupGloo(store, place.rank, size, options))
+    return ProcessGroupGloo(store, place.rank, size, options)

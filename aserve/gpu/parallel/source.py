@@ -20,7 +20,7 @@ from aserve.gpu.layers.grouped_linear import GroupedLinearOp, Groups
 from aserve.gpu.layers.linear import LinearOp
 from aserve.gpu.models.sharding import HEAD, ROW_PARALLEL, can_divide
 from aserve.gpu.parallel.collectives import Collectives
-from aserve.gpu.weights.source import Shard, Target, WeightSource
+from aserve.gpu.weights.source import ExpertPart, Shard, Target, WeightSource
 
 
 class SummedLinear:
@@ -53,6 +53,19 @@ class SummedGroupedLinear:
         return self._ranks.sum(self.part(x, groups))
 
 
+class PlacedExperts:
+    """A grouped linear layer of the experts that this rank has."""
+
+    __slots__ = ("part",)
+
+    def __init__(self, part: GroupedLinearOp) -> None:
+        self.part = part
+
+    def __call__(self, x: Tensor, groups: Groups, /) -> Tensor:
+        """x [rows, in] -> [rows, out], with the groups of this rank's experts."""
+        return self.part(x, groups)
+
+
 class ConcatLinear:
     """The head of a vocabulary that is divided."""
 
@@ -70,12 +83,13 @@ class ConcatLinear:
 class RankWeights:
     """A `WeightSource` of one rank around one that reads the rank's parts."""
 
-    __slots__ = ("_ranks", "_row_stacks", "_source", "device", "dtype", "elementwise")
+    __slots__ = ("_ranks", "_shard", "_source", "_stacks", "device", "dtype", "elementwise")
 
-    def __init__(self, source: WeightSource, ranks: Collectives) -> None:
+    def __init__(self, source: WeightSource, ranks: Collectives, shard: Shard) -> None:
         self._source = source
         self._ranks = ranks
-        self._row_stacks: list[Tensor] = []  # row-parallel stacks of experts
+        self._shard = shard
+        self._stacks: list[Tensor] = []  # of experts that are placed, or row parallel
         self.device = source.device
         self.dtype = source.dtype
         self.elementwise = source.elementwise
@@ -92,6 +106,8 @@ class RankWeights:
 
     def linear(self, parts: Mapping[str, int], *, in_features: int, bias: bool) -> LinearOp:
         modules = {_module(name) for name in parts}
+        if any(map(self._shard.is_whole_expert, parts)):
+            return self._source.linear(parts, in_features=in_features, bias=bias)
         if modules & ROW_PARALLEL:
             return self._summed(parts, in_features, has_bias=bias)
         if modules == {HEAD} and all(self._divides(n) for n in parts.values()):
@@ -104,18 +120,21 @@ class RankWeights:
         self, name: str, parts: Mapping[str, int], *, count: int, in_features: int
     ) -> Tensor:
         stack = self._source.stacked(name, parts, count=count, in_features=in_features)
-        if ROW_PARALLEL.intersection(parts):
-            self._row_stacks.append(stack)
+        if self._shard.experts is not None or ROW_PARALLEL.intersection(parts):
+            self._stacks.append(stack)
         return stack
 
     def grouped(self, weights: Tensor, biases: Tensor | None = None) -> GroupedLinearOp:
-        is_summed = any(weights is stack for stack in self._row_stacks)
-        self._row_stacks = [stack for stack in self._row_stacks if stack is not weights]
-        if not is_summed:
-            return self._source.grouped(weights, biases)
+        is_divided = any(weights is stack for stack in self._stacks)
+        self._stacks = [stack for stack in self._stacks if stack is not weights]
+        part = self._source.grouped(weights, biases)
+        if not is_divided:
+            return part
         if biases is not None:
-            raise ConfigError("biases of row-parallel experts are not divided among ranks")
-        return SummedGroupedLinear(self._source.grouped(weights), self._ranks)
+            raise ConfigError("biases of experts are not divided among ranks")
+        if self._shard.experts is not None:
+            return PlacedExperts(part)
+        return SummedGroupedLinear(part, self._ranks)
 
     def tied_linear(self, name: str, weight: Tensor) -> LinearOp:
         if _module(name) != HEAD or not self._divides(len(weight)):
@@ -135,10 +154,17 @@ class RankWeights:
         return can_divide(size, self._ranks.num_ranks)
 
 
-def for_rank(target: Target, ranks: Collectives, *, beside: Mapping[str, object]) -> Target:
-    """Returns the target that a rank's part of a model is built for. `beside` has the values of
-    options that are not divided among ranks; ConfigError is raised if one is set."""
-    if ranks.num_ranks == 1:
+def for_rank(
+    target: Target,
+    ranks: Collectives,
+    *,
+    beside: Mapping[str, object],
+    experts: ExpertPart | None = None,
+) -> Target:
+    """Returns the target that a rank's part of a model is built for: the part of `ranks` of every
+    layer, or, with `experts`, of all but the experts, of which it has that part. `beside` has the
+    values of options that are not divided among ranks; ConfigError is raised if one is set."""
+    if ranks.num_ranks == 1 and experts is None:
         return target
     asked = [flag for flag, value in beside.items() if value]
     if target.device.type != "cpu":
@@ -146,11 +172,11 @@ def for_rank(target: Target, ranks: Collectives, *, beside: Mapping[str, object]
     if asked:
         raise ConfigError(
             f"{' and '.join(asked)} cannot be divided among ranks; leave out "
-            "--tensor-parallel-size",
+            "--tensor-parallel-size and --expert-parallel-size",
             param="tensor_parallel_size",
         )
-    shard = Shard(ranks.rank, ranks.num_ranks)
-    return replace(target, shard=shard, divide=lambda source: RankWeights(source, ranks))
+    shard = Shard(ranks.rank, ranks.num_ranks, experts=experts)
+    return replace(target, shard=shard, divide=lambda source: RankWeights(source, ranks, shard))
 
 
 def _module(name: str) -> str:

@@ -66,13 +66,13 @@ class DummyWeights:
     def stacked(
         self, name: str, parts: Mapping[str, int], *, count: int, in_features: int
     ) -> Tensor:
-        (experts,) = self._target.shard.part(name, (count,))
+        experts = self._target.shard.held_experts(count)
         drawn = [
             self._drawn(f"{part}.weight", (num_rows, in_features))
-            for expert in range(experts.start, experts.stop)
+            for expert in experts
             for part, num_rows in expert_parts(name, parts, expert).items()
         ]
-        return torch.cat(drawn).view(count, -1, in_features)
+        return torch.cat(drawn).view(len(experts), -1, in_features)
 
     def grouped(self, weights: Tensor, biases: Tensor | None = None) -> GroupedLinearOp:
         return self._target.prepare_grouped(weights, biases, self._target.prepare)

@@ -67,14 +67,13 @@ class Inventory:
     def stacked(
         self, name: str, parts: Mapping[str, int], *, count: int, in_features: int
     ) -> Tensor:
-        (num_stored,) = self._shard.whole_shape(name, (count,))
-        for expert in range(num_stored):
+        for expert in range(count):
             for part, num_rows in expert_parts(name, parts, expert).items():
                 shape = (num_rows, in_features)
                 self.shapes[f"{part}.weight"] = self._shard.whole_shape(f"{part}.weight", shape)
-        num_rows = sum(parts.values())
-        self.num_weights += count * num_rows * in_features
-        return torch.empty(count, num_rows, in_features, dtype=self.dtype, device=self.device)
+        held = (len(self._shard.held_experts(count)), sum(parts.values()), in_features)
+        self.num_weights += math.prod(held)
+        return torch.empty(held, dtype=self.dtype, device=self.device)
 
     def grouped(self, weights: Tensor, biases: Tensor | None = None) -> GroupedLinearOp:
         return linear_per_expert(weights, biases, prepare)

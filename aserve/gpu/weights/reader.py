@@ -74,10 +74,10 @@ class WeightReader:
     def stacked(
         self, name: str, parts: Mapping[str, int], *, count: int, in_features: int
     ) -> Tensor:
-        shape = (count, sum(parts.values()), in_features)
+        experts = self._target.shard.held_experts(count)
+        shape = (len(experts), sum(parts.values()), in_features)
         stack = torch.empty(shape, dtype=self.dtype, device=self.device)
-        (experts,) = self._target.shard.part(name, (count,))
-        for own, expert in zip(stack, range(experts.start, experts.stop), strict=True):
+        for own, expert in zip(stack, experts, strict=True):
             layers = expert_parts(name, parts, expert)
             own.copy_(self._read_rows(_weight_shapes(layers, in_features)))
             self._progress.advance(own.numel())

@@ -13,6 +13,7 @@ they lie in the checkpoint's tensors.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
@@ -56,9 +57,10 @@ class WeightSource(Protocol):
     def stacked(
         self, name: str, parts: Mapping[str, int], *, count: int, in_features: int
     ) -> Tensor:
-        """Returns the weights of `count` experts, [count, rows, in_features]. The checkpoint has
-        one tensor for each expert and part, `{name}.{expert}.{part}.weight`; an expert's rows are
-        those of its `parts`, joined as in `linear`.
+        """Returns the weights of those of `count` experts that this device has, [experts, rows,
+        in_features]. The checkpoint has one tensor for each expert and part,
+        `{name}.{expert}.{part}.weight`; an expert's rows are those of its `parts`, joined as in
+        `linear`.
         """
 
     def grouped(self, weights: Tensor, biases: Tensor | None = None) -> GroupedLinearOp:
@@ -115,20 +117,62 @@ class LoadProgress:
         self._on_progress(self._num_done * self._dtype.itemsize, self._total_bytes)
 
 
+EXPERTS = re.compile(r"\.(shared_)?experts?\.")  # in names below a layer's own
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPart:
+    """The experts that one of `num_ranks` devices has. There are as many slots as experts, and
+    `num_redundant` more for copies of the first ones; rank r has the r-th part of the slots."""
+
+    rank: int
+    num_ranks: int
+    num_redundant: int = 0
+
+    def num_slots(self, num_experts: int) -> int:
+        """Returns the slots of all ranks. Raises ConfigError if they cannot be divided."""
+        num_slots = num_experts + self.num_redundant
+        if num_slots % self.num_ranks or self.num_redundant > num_experts:
+            raise ConfigError(
+                f"{num_experts} experts and {self.num_redundant} copies cannot be divided among "
+                f"{self.num_ranks} ranks (--expert-parallel-size, --eplb-num-redundant-experts)",
+                param="expert_parallel_size",
+            )
+        return num_slots
+
+    def held(self, num_experts: int) -> tuple[int, ...]:
+        """Returns the expert in each slot of this rank."""
+        num_own = self.num_slots(num_experts) // self.num_ranks
+        first = self.rank * num_own
+        return tuple(slot % num_experts for slot in range(first, first + num_own))
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """The part of each weight that one of `num_ranks` devices holds.
 
-    `axes` maps the last two components of a tensor's name ("q_proj.weight", "mlp.experts" for a
-    stack of experts) to the axis along which it is divided into `num_ranks` equal parts. A tensor
-    without an entry is held whole by every rank. Where `num_parts` has an entry for a tensor, it is
-    divided into as many parts, of which neighbouring ranks share one (KV heads fewer than ranks).
+    `axes` maps the last two components of a tensor's name ("q_proj.weight") to the axis along which
+    it is divided into `num_ranks` equal parts. A tensor without an entry is held whole by every
+    rank. Where `num_parts` has an entry for a tensor, it is divided into as many parts, of which
+    neighbouring ranks share one (KV heads fewer than ranks). With `experts`, a device has some of
+    the experts, and these and the shared ones are whole.
     """
 
     rank: int = 0
     num_ranks: int = 1
     axes: Mapping[str, int] = field(default_factory=dict)
     num_parts: Mapping[str, int] = field(default_factory=dict)
+    experts: ExpertPart | None = None
+
+    def held_experts(self, num_experts: int) -> tuple[int, ...]:
+        """Returns the numbers of the experts whose weights this device has, in their order."""
+        if self.experts is None:
+            return tuple(range(num_experts))
+        return self.experts.held(num_experts)
+
+    def is_whole_expert(self, name: str) -> bool:
+        """Says whether `name` is of an expert, or of a shared one, that is not divided."""
+        return self.experts is not None and EXPERTS.search(name) is not None
 
     def whole_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the checkpoint's shape of a tensor of which this rank holds `shape`."""
@@ -144,7 +188,7 @@ class Shard:
         return tuple(slice(i * n, (i + 1) * n) for i, n in zip(numbers, shape, strict=True))
 
     def _axis(self, name: str) -> int | None:
-        return self.axes.get(_last_two(name))
+        return None if self.is_whole_expert(name) else self.axes.get(_last_two(name))
 
     def _count(self, name: str) -> int:
         return self.num_parts.get(_last_two(name), self.num_ranks)

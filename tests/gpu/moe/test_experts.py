@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from itertools import product
 
 import pytest
@@ -16,7 +15,7 @@ from aserve.gpu.layers.linear import Linear, prepare
 from aserve.gpu.layers.mlp import GatedActivation
 from aserve.gpu.moe.deepep import LowLatencyDispatcher, NormalDispatcher
 from aserve.gpu.moe.dispatch import Dispatcher, LocalDispatcher
-from aserve.gpu.moe.layer import ExpertMlp, ExpertsSpec, GatedExperts, Placement
+from aserve.gpu.moe.layer import ExpertMlp, ExpertsSpec, GatedExperts
 from aserve.gpu.moe.logical_ranks import LogicalExchange, LogicalRanks
 from aserve.gpu.moe.routing import ExpertGroups, Routed, Routing, Scores, route
 
@@ -97,15 +96,16 @@ def test_identity_experts_return_their_tokens_and_cost_no_dispatch(
                 SIZE,
                 routing,
                 num_identity=IDENTITIES,
-                placement=Placement(len(sizes), partial(_make, make, exchange)),
             ),
             router=Linear(router),
             bias=bias,
             experts=undefined_outside(weights.part(rank, len(sizes))),
             shared=None,
         )
-        for rank, exchange in enumerate(ranks.exchanges())
+        for rank in range(len(sizes))
     ]
+    for layer, exchange in zip(layers, ranks.exchanges(), strict=True):
+        layer.dispatcher = make(exchange)
     xs = [torch.randn(size, HIDDEN, dtype=torch.float64) for size in sizes]
     started = [layer.start(x) for layer, x in zip(layers, xs, strict=True)]
     num_sent = ranks.num_bytes
@@ -118,10 +118,6 @@ def test_identity_experts_return_their_tokens_and_cost_no_dispatch(
         torch.testing.assert_close(layer.finish(each), weights.dense(x, routed) + own * x)
     if pull and mode == "normal":
         assert num_sent == 0
-
-
-def _make(make: Make, exchange: LogicalExchange, _num_experts: int) -> Dispatcher:
-    return make(exchange)
 
 
 def undefined_outside(experts: GatedExperts) -> Callable[[Tensor, Groups], Tensor]:

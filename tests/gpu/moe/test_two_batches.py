@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -20,10 +19,16 @@ from aserve.gpu.models.decoder_spec import DecoderSpec
 from aserve.gpu.models.families import qwen3_moe
 from aserve.gpu.moe.deepep import LowLatencyDispatcher, NormalDispatcher
 from aserve.gpu.moe.dispatch import Dispatcher, LocalDispatcher, LocalRows, LocalSums
-from aserve.gpu.moe.layer import LOCAL, ExpertsSpec, Placement
 from aserve.gpu.moe.logical_ranks import LogicalExchange, LogicalRanks, together
 from aserve.gpu.moe.routing import Routed
-from aserve.gpu.moe.two_batches import Stages, TwoBatches, decoder_in_stages, drain, in_turns
+from aserve.gpu.moe.two_batches import (
+    Stages,
+    TwoBatches,
+    decoder_in_stages,
+    drain,
+    expert_layers,
+    in_turns,
+)
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.gpu.weights.dummy import DummyWeights
 from aserve.gpu.weights.source import WHOLE, LoadProgress, Shard, Target
@@ -55,17 +60,16 @@ SHAPES = [
 ]
 
 
-def decoder(placement: Placement = LOCAL, shard: Shard = WHOLE) -> Decoder:
+def decoder(make: Callable[[int], Dispatcher] = LocalDispatcher, shard: Shard = WHOLE) -> Decoder:
     config = parse_config(Fields(CONFIG, source="config"), defaults=qwen3_moe.DEFAULTS)
     spec: DecoderSpec = qwen3_moe.qwen3_moe(config)
-    mlps = tuple(
-        msgspec.structs.replace(mlp, placement=placement) if isinstance(mlp, ExpertsSpec) else mlp
-        for mlp in spec.mlps
-    )
     progress = LoadProgress(0, dtype=torch.float64)
     target = Target(shard=shard)
     weights = DummyWeights(target, dtype=torch.float64, progress=progress)
-    return Decoder(msgspec.structs.replace(spec, mlps=mlps), weights, max_model_len=64)
+    model = Decoder(spec, weights, max_model_len=64)
+    for mlp in expert_layers(model):
+        mlp.dispatcher = make(mlp.num_experts)
+    return model
 
 
 class Forward:
@@ -135,7 +139,7 @@ def test_ranks_with_parts_of_the_experts_compute_what_one_with_all_does(
         def make(count: int, exchange: LogicalExchange = exchange) -> Dispatcher:
             return MODES[mode](count, exchange)
 
-        model = decoder(Placement(num_ranks, make), ranks.shard(rank))
+        model = decoder(make, ranks.shard(rank))
         forwards.append(Forward(model, query_lens, kv_lens))
         expected.append(Forward(decoder(), query_lens, kv_lens).whole())
     got = together([each.in_two() if is_halved else each.in_one() for each in forwards])
@@ -192,8 +196,7 @@ class TracedSums:
 def test_one_half_computes_while_the_rows_of_the_other_travel() -> None:
     """Halves of 2 and 3 tokens, and experts in the first and the last of three layers."""
     events: list[str] = []
-    placement = Placement(1, lambda count: Traced(events, LocalDispatcher(count)))
-    drain(Forward(decoder(placement), [5], [0]).in_two())
+    drain(Forward(decoder(lambda n: Traced(events, LocalDispatcher(n))), [5], [0]).in_two())
     layer = ["receive 2", "return 2", "receive 3", "return 3", "sum 2"]
     assert events == [
         *("send 2", "send 3", *layer, "send 2", "sum 3", "send 3", *layer, "sum 3"),
