@@ -9,6 +9,10 @@ torch.
 Failures are those of gpu/executor.py: a step that raises, or whose result is invalid, fails, and so
 does every later one until the Resync. An error while MLX computes is none of a step: arrays that
 depend on it can never be computed, so the waiter's thread ends, and the engine restarts.
+
+An array is waited for by one thread only: the packed results by the waiter thread, all that later
+steps read by the executor thread. MLX does not lock arrays. The thread that has waited drops the
+array's event, and another one that still waits for it may then do so for ever.
 """
 
 from __future__ import annotations
@@ -25,11 +29,12 @@ from aserve.gpu.cudagraph.warmup import run_padding_steps
 from aserve.gpu.mlx.arrays import to_host
 from aserve.gpu.mlx.runner import Graph, MlxRunner
 from aserve.gpu.sampling.plan import RowParams
-from aserve.gpu.step.plan import StepPlan, plan_step
-from aserve.gpu.step.results import read_sample, read_step, seq_lens
+from aserve.gpu.step.plan import LogitsPlan, StepPlan, plan_step
+from aserve.gpu.step.results import Layout, read_sample, read_step, seq_lens
 from aserve.gpu.step.ticket import StepTicket
 from aserve.gpu.step_threads import Job, StepThreads
 from aserve.gpu.waiter import Landing
+from aserve.messages.base import ArrayI32
 from aserve.messages.executor import EngineSpec
 from aserve.messages.requests import EngineJob
 from aserve.messages.step import Resync, Sample, ScheduleBatch
@@ -39,12 +44,12 @@ LOGITS_ELEMENTS = 1 << 24  # of the logits that are computed at a time
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """The event of arrays that MLX computes."""
+    """The event of an array that MLX computes, and that no other thread waits for."""
 
-    arrays: tuple[mx.array, ...]
+    array: mx.array
 
     def synchronize(self) -> None:
-        mx.eval(*self.arrays)
+        mx.eval(self.array)
 
 
 class MlxExecutor:
@@ -56,7 +61,7 @@ class MlxExecutor:
         self._runner = runner
         self._row_params = RowParams(spec.max_rows)
         self._slice_len = max(1, LOGITS_ELEMENTS // spec.vocab_size)
-        self._last: tuple[mx.array, ...] = ()  # arrays of the last step
+        self._last: tuple[mx.array, ...] = ()  # what later steps read of the last one
         self._threads = StepThreads(self._run, land_after_all=self._land_after_all)
 
     # ------------------------------------------------------------ the event loop's thread
@@ -93,8 +98,9 @@ class MlxExecutor:
             job()
 
     def _land_after_all(self, complete: Job) -> None:
-        mx.async_eval(*self._last)  # raises again if MLX cannot compute them; this thread ends then
-        self._threads.waiter.land(Landing(_Computed(self._last), lambda: complete))
+        behind = sum((array.reshape(-1)[:1].sum() for array in self._last), mx.zeros(()))
+        mx.async_eval(behind)  # raises again if MLX cannot compute them; this thread ends then
+        self._threads.waiter.land(Landing(_Computed(behind), lambda: complete))
 
     def _step(self, batch: ScheduleBatch, ticket: StepTicket) -> None:
         self._row_params.write(batch.row_inits)
@@ -106,23 +112,25 @@ class MlxExecutor:
         )
         self._runner.apply(batch)
         graph = self._runner.step(plan, wait=lambda: mx.eval(*self._last))
-        self._compute(graph, functools.partial(self._read_step, plan, graph, ticket))
+        self._compute(graph, functools.partial(self._read_step, plan, graph.layout, ticket))
 
     def _sample(self, sample: Sample, ticket: StepTicket) -> None:
         graph = self._runner.sample(sample, self._row_params, slice_len=self._slice_len)
-        self._compute(graph, functools.partial(self._read_sample, graph, ticket))
+        read = functools.partial(self._read_sample, graph.logits, graph.layout, ticket)
+        self._compute(graph, read)
 
-    def _compute(self, graph: Graph, read: Callable[[], Job]) -> None:
+    def _compute(self, graph: Graph, read: Callable[[ArrayI32], Job]) -> None:
         """Begins to compute a graph, and does not wait for it."""
-        self._last = (graph.words, *graph.arrays)
-        mx.async_eval(*self._last)
-        self._threads.waiter.land(Landing(_Computed((graph.words,)), read))
+        self._last, words = graph.arrays, graph.words
+        mx.async_eval(words, *self._last)
+        self._threads.waiter.land(Landing(_Computed(words), lambda: read(to_host(words))))
 
     # ------------------------------------------------------------ the waiter thread
 
-    def _read_step(self, plan: StepPlan, graph: Graph, ticket: StepTicket) -> Job:
-        words = to_host(graph.words)
-        result = read_step(words, graph.layout, plan.logits, plan.prompts, plan.iteration)
+    def _read_step(
+        self, plan: StepPlan, layout: Layout, ticket: StepTicket, words: ArrayI32
+    ) -> Job:
+        result = read_step(words, layout, plan.logits, plan.prompts, plan.iteration)
         if isinstance(result, AserveError):
             return self._threads.refuse(ticket, result)
 
@@ -132,8 +140,10 @@ class MlxExecutor:
 
         return complete
 
-    def _read_sample(self, graph: Graph, ticket: StepTicket) -> Job:
-        result = read_sample(to_host(graph.words), graph.layout, graph.logits, ticket.iteration)
+    def _read_sample(
+        self, logits: LogitsPlan, layout: Layout, ticket: StepTicket, words: ArrayI32
+    ) -> Job:
+        result = read_sample(words, layout, logits, ticket.iteration)
         if isinstance(result, AserveError):
             return self._threads.refuse(ticket, result)
         return functools.partial(ticket.complete, result)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ async def test_eight_graphs_are_built_before_the_first_result_is_read(
 
     def synchronize(event: Any) -> None:
         waits.append(model.all_built.wait(DEADLINE_S))
-        mx.eval(*event.arrays)
+        mx.eval(event.array)
 
     monkeypatch.setattr(module._Computed, "synchronize", synchronize)
     async with running(make_mlx_executor(model)) as builder, asyncio.timeout(2 * DEADLINE_S):
@@ -77,6 +78,28 @@ def test_what_a_failed_request_leaves_in_its_pages_reaches_nobody() -> None:
     assert served.reasons.pop(("bad", 0)) == ["error"]
     assert served.outputs == plain_tokens(good)
     assert served.num_resyncs <= 3  # all of them for the failed request
+
+
+def test_no_array_is_waited_for_by_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX does not lock arrays: of two threads that wait for the same one, one may never wake. Here
+    the executor thread often waits, to move the log into the pools, and a step fails."""
+    evaluate, waited = mx.eval, defaultdict[str, list[mx.array]](list)
+
+    def noted(*arrays: mx.array) -> None:
+        waited[threading.current_thread().name].extend(arrays)
+        evaluate(*arrays)
+
+    executor = make_mlx_executor(MlxHashModel(HashModel(), fails=(6,)))
+    monkeypatch.setattr("aserve.gpu.mlx.kv.LOG_TOKENS", 7)
+    monkeypatch.setattr(mx, "eval", noted)
+    asked = [request(f"r{n}", PROMPT[: 3 + n], max_tokens=9) for n in range(3)]
+    served = serve(executor, asked)
+    assert served.outputs == plain_tokens(asked)
+    assert served.num_resyncs == 1
+    by_executor, by_waiter = waited["aserve-executor"], waited["aserve-waiter"]
+    assert by_executor
+    assert by_waiter
+    assert {id(array) for array in by_executor}.isdisjoint(map(id, by_waiter))
 
 
 SAMPLED: dict[str, dict[str, Any]] = {
