@@ -422,6 +422,22 @@ class ExpertOptions:
             },
         ),
     )
+    enable_eplb: bool = option(
+        False,
+        "move experts between ranks by the measured load",
+        Limits(aliases=("eplb",)),
+    )
+    eplb_num_redundant_experts: int = option(
+        0,
+        "copies of the experts with the most tokens in each layer, which take these in turns; "
+        "needs --enable-eplb",
+        Limits(low=0, high=1024, aliases=("ep-num-redundant-experts", "num-redundant-experts")),
+    )
+    eplb_step_interval: int = option(
+        1000,
+        "forwards between two placements of the experts",
+        Limits(low=1, high=1_000_000, aliases=("eplb-rebalance-num-iterations",)),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -909,6 +925,19 @@ def _check_ranks(machine: MachineOptions, experts: ExpertOptions) -> None:
             f"--tensor-parallel-size {dense} and --expert-parallel-size {whole}: experts are "
             "divided among the same ranks as the other layers, or these are not divided; give both "
             "the same size, or one of them"
+        )
+    if experts.enable_eplb and machine.enable_two_batch_overlap:
+        raise ConfigError(
+            "--enable-eplb moves experts where --enable-two-batch-overlap has rows in flight; "
+            "leave one out"
+        )
+    is_alone = whole == 1 and (dense == 1 or not experts.enable_expert_parallel)
+    if (experts.enable_eplb and is_alone) or (
+        experts.eplb_num_redundant_experts and not experts.enable_eplb
+    ):
+        raise ConfigError(
+            "--eplb-num-redundant-experts needs --enable-eplb, and that --expert-parallel-size or "
+            "--enable-expert-parallel"
         )
     if experts.enable_expert_parallel and dense == whole == 1:
         raise ConfigError(

@@ -182,10 +182,15 @@ def _expert_ranks(
 
     if resolved.expert_parallel_size == 1:
         return None
-    part = ExpertPart(place.rank, place.num_ranks)
-    is_divided = resolved.machine.tensor_parallel_size > 1
-    backend = resolved.experts.all2all_backend
-    return expert_ranks(place, options.ranks, part, backend=backend, is_divided=is_divided)
+    asked = resolved.experts
+    return expert_ranks(
+        place,
+        options.ranks,
+        ExpertPart(place.rank, place.num_ranks, asked.eplb_num_redundant_experts),
+        backend=asked.all2all_backend,
+        is_divided=resolved.machine.tensor_parallel_size > 1,
+        interval=asked.eplb_step_interval if asked.enable_eplb else None,
+    )
 
 
 def _hisparse(resolved: Resolved) -> HiSparseConfig | None:

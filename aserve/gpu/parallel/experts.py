@@ -10,6 +10,7 @@ from aserve.gpu.moe.deepep import LowLatencyDispatcher, NormalDispatcher
 from aserve.gpu.moe.dispatch import Dispatcher
 from aserve.gpu.moe.layer import ExpertMlp, GatedExperts
 from aserve.gpu.moe.two_batches import expert_layers
+from aserve.gpu.parallel.balancer import BalancedDispatcher, ExpertMoves
 from aserve.gpu.parallel.collectives import ALONE, Collectives
 from aserve.gpu.parallel.exchange import AllToAll, GroupExchange, all_to_all_of
 from aserve.gpu.parallel.replicated_tokens import SlicedDispatcher, SummedDispatcher
@@ -32,28 +33,43 @@ class ExpertRanks:
     dense: Collectives  # among which the other layers are divided
     part: ExpertPart
     backend: str
+    interval: int | None  # forwards between two placements of the experts; None: they stay
     group: AllToAll | None  # where rows travel
 
     def place_experts(self, model: CausalModel) -> None:
         """Connects the experts of a model that was built for `part`. Raises ConfigError for a
         model of which no expert, or not all experts, can be placed."""
         layers = expert_layers(model)
-        if not layers or not all(_is_placed(mlp) for mlp in layers):
+        if not layers or not all(len(_placed(mlp)) == 2 for mlp in layers):
             raise ConfigError(
                 "--expert-parallel-size is for models with experts that have native code, and a "
                 "tensor for each expert in the checkpoint; leave it out",
                 param="expert_parallel_size",
             )
         for mlp in layers:
-            mlp.dispatcher = self._dispatcher(self.part.num_slots(mlp.num_experts))
+            mlp.dispatcher = self._dispatcher(mlp)
 
-    def _dispatcher(self, num_slots: int) -> Dispatcher:
-        if self.group is None:
-            return SummedDispatcher(num_slots, self.ranks)
-        rows = GroupExchange(self.group, self.place, has_fixed_shapes=True)
-        normal = NormalDispatcher(
-            num_slots, GroupExchange(self.group, self.place, has_fixed_shapes=False)
+    def _dispatcher(self, mlp: ExpertMlp) -> Dispatcher:
+        num_slots = self.part.num_slots(mlp.num_experts)
+        inner = self._dispatcher_of_slots(num_slots)
+        if self.interval is None or self.group is None:
+            return inner
+        return BalancedDispatcher(
+            inner,
+            [slot % mlp.num_experts for slot in range(num_slots)],
+            num_experts=mlp.num_experts,
+            interval=self.interval,
+            moves=ExpertMoves(self._exchange(self.group, has_fixed_shapes=False), _placed(mlp)),
         )
+
+    def _exchange(self, group: AllToAll, *, has_fixed_shapes: bool) -> GroupExchange:
+        return GroupExchange(group, self.place, has_fixed_shapes)
+
+    def _dispatcher_of_slots(self, num_slots: int) -> Dispatcher:
+        if self.group is None or self.backend not in EXCHANGING:
+            return SummedDispatcher(num_slots, self.ranks)
+        rows = self._exchange(self.group, has_fixed_shapes=True)
+        normal = NormalDispatcher(num_slots, self._exchange(self.group, has_fixed_shapes=False))
         most = MAX_LOW_LATENCY_TOKENS if self.backend == LOW_LATENCY else 0
 
         def make(num_tokens: int) -> Dispatcher:
@@ -65,15 +81,24 @@ class ExpertRanks:
 
 
 def expert_ranks(
-    place: Coordinates, ranks: Collectives, part: ExpertPart, *, backend: str, is_divided: bool
+    place: Coordinates,
+    ranks: Collectives,
+    part: ExpertPart,
+    *,
+    backend: str,
+    is_divided: bool,
+    interval: int | None = None,
 ) -> ExpertRanks:
-    """Meets the other ranks where rows travel. `is_divided`: the other layers are divided too."""
-    group = all_to_all_of(place) if backend in EXCHANGING else None
-    return ExpertRanks(place, ranks, ranks if is_divided else ALONE, part, backend, group)
+    """Meets the other ranks where rows or experts travel. `is_divided`: the other layers are
+    divided too."""
+    travels = backend in EXCHANGING or interval is not None
+    group = all_to_all_of(place) if travels else None
+    dense = ranks if is_divided else ALONE
+    return ExpertRanks(place, ranks, dense, part, backend, interval, group)
 
 
-def _is_placed(mlp: ExpertMlp) -> bool:
+def _placed(mlp: ExpertMlp) -> tuple[PlacedExperts, ...]:
+    """Returns the layers of this rank's experts; none if they were not built for it."""
     experts = mlp.experts
-    return isinstance(experts, GatedExperts) and all(
-        isinstance(op, PlacedExperts) for op in (experts.gate_up, experts.down)
-    )
+    layers = (experts.gate_up, experts.down) if isinstance(experts, GatedExperts) else ()
+    return tuple(layer for layer in layers if isinstance(layer, PlacedExperts))

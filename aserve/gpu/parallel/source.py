@@ -10,7 +10,7 @@ no other one. Embeddings, norms and routers are on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from torch import Tensor
@@ -54,12 +54,18 @@ class SummedGroupedLinear:
 
 
 class PlacedExperts:
-    """A grouped linear layer of the experts that this rank has."""
+    """A grouped linear layer of the experts that this rank has, which may be exchanged."""
 
-    __slots__ = ("part",)
+    __slots__ = ("_prepare", "part", "stack")
 
-    def __init__(self, part: GroupedLinearOp) -> None:
-        self.part = part
+    def __init__(self, stack: Tensor, prepare: Callable[[Tensor], GroupedLinearOp]) -> None:
+        self._prepare = prepare
+        self.replace(stack)
+
+    def replace(self, stack: Tensor) -> None:
+        """stack [experts, out, in]."""
+        self.stack = stack
+        self.part = self._prepare(stack)
 
     def __call__(self, x: Tensor, groups: Groups, /) -> Tensor:
         """x [rows, in] -> [rows, out], with the groups of this rank's experts."""
@@ -127,14 +133,13 @@ class RankWeights:
     def grouped(self, weights: Tensor, biases: Tensor | None = None) -> GroupedLinearOp:
         is_divided = any(weights is stack for stack in self._stacks)
         self._stacks = [stack for stack in self._stacks if stack is not weights]
-        part = self._source.grouped(weights, biases)
         if not is_divided:
-            return part
+            return self._source.grouped(weights, biases)
         if biases is not None:
             raise ConfigError("biases of experts are not divided among ranks")
         if self._shard.experts is not None:
-            return PlacedExperts(part)
-        return SummedGroupedLinear(part, self._ranks)
+            return PlacedExperts(weights, self._source.grouped)
+        return SummedGroupedLinear(self._source.grouped(weights), self._ranks)
 
     def tied_linear(self, name: str, weight: Tensor) -> LinearOp:
         if _module(name) != HEAD or not self._divides(len(weight)):

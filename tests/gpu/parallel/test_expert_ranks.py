@@ -19,6 +19,7 @@ from aserve.errors import ConfigError
 from aserve.gpu.models.base import CausalModel
 from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.moe.two_batches import expert_layers
+from aserve.gpu.parallel.balancer import BalancedDispatcher
 from aserve.gpu.parallel.collectives import ALONE, GroupCollectives
 from aserve.gpu.parallel.exchange import GroupExchange, all_to_all_of
 from aserve.gpu.parallel.experts import MAX_LOW_LATENCY_TOKENS, ExpertRanks, expert_ranks
@@ -96,6 +97,38 @@ def test_ranks_compute_what_one_with_all_experts_does(
         assert all(torch.equal(each, got[1]) for each in got[2:])
 
 
+@pytest.mark.parametrize("backend", BACKENDS[:2])
+def test_experts_move_with_the_load_and_compute_the_same(backend: str, tmp_path: Path) -> None:
+    """Four ranks have eight experts and four copies, and move them after every third forward. The
+    tokens are alike, so a few experts get most of them."""
+    generator = torch.Generator().manual_seed(7)
+    center = torch.randn(HIDDEN, dtype=torch.float64, generator=generator)
+    xs = [
+        center * sign + 0.3 * torch.randn(30, HIDDEN, dtype=torch.float64, generator=generator)
+        for sign in (1, 1, 1, -1, -1, -1, 1, 1)
+    ]
+    [oracle] = expert_layers(load(tmp_path / "whole"))
+    expected = [oracle(x) for x in xs]
+
+    def run(place: Coordinates) -> tuple[list[Tensor], list[tuple[int, ...]]]:
+        ranks, part = GroupCollectives(place), ExpertPart(place.rank, 4, 4)
+        experts = expert_ranks(place, ranks, part, backend=backend, is_divided=False, interval=3)
+        [mlp] = expert_layers(load(tmp_path / f"rank{place.rank}", experts))
+        assert isinstance(mlp.dispatcher, BalancedDispatcher)
+        found, slots = [], []
+        for x in xs:
+            found.append(mlp(x))
+            slots.append(mlp.dispatcher.slots)
+        return found, slots
+
+    ranks = on_ranks(4, tmp_path / "store", run)
+    for found, slots in ranks:
+        for got, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(got, wanted, atol=1e-12, rtol=1e-12)
+        assert slots == ranks[0][1]
+        assert len(set(slots)) == 3
+
+
 @pytest.mark.parametrize("is_fixed", [True, False])
 def test_an_exchange_brings_each_rank_its_part(tmp_path: Path, *, is_fixed: bool) -> None:
     """Parts of several dtypes, some of them empty where shapes are not fixed."""
@@ -137,7 +170,7 @@ class Rank:
 def placed(num_ranks: int, *, is_divided: bool) -> ExpertRanks:
     place, ranks = Coordinates(1, num_ranks), Rank(1, num_ranks)
     dense = ranks if is_divided else ALONE
-    return ExpertRanks(place, ranks, dense, ExpertPart(1, num_ranks), BACKENDS[0], None)
+    return ExpertRanks(place, ranks, dense, ExpertPart(1, num_ranks), BACKENDS[0], None, None)
 
 
 @pytest.mark.parametrize("is_divided", [True, False])
