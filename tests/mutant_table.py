@@ -22,7 +22,7 @@ SPECULATION = "tests/gpu/spec/test_mode.py"
 REJECTION = "tests/gpu/spec/test_rejection.py"
 SKIPPED = (
     "tests/gpu/spec/test_skipped_drafter.py::"
-    "test_tokens_are_those_of_plain_decoding_while_rows_stop_and_begin_to_draft"
+    "test_b16_tokens_are_those_of_plain_decoding_while_rows_stop_and_begin_to_draft"
 )
 FRONT_ROWS = "tests/gpu/spec/test_multi_layer.py"
 CHOICE = "tests/scheduling/test_draft_choice.py"

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from aserve.messages.base import num_values
-from aserve.messages.output import OutputChunk
+from aserve.messages.output import OutputChunk, Usage
 from aserve.messages.requests import ChatPrompt, GenerateRequest, SamplingParams
 from aserve.observability.reports import RequestState
 
@@ -42,7 +43,9 @@ STATES = {
 
 
 class Timings(msgspec.Struct):
-    """The names up to `cache_n` are those of llama.cpp. `states` has milliseconds by state."""
+    """The names up to `cache_n`, and those of drafts, are those of llama.cpp. `states` has
+    milliseconds by state. Without drafts there are no numbers of them.
+    """
 
     prompt_n: int
     prompt_ms: float
@@ -54,6 +57,8 @@ class Timings(msgspec.Struct):
     prefill_chunks: int
     num_retractions: int
     states: dict[str, float]
+    draft_n: int | UnsetType = UNSET  # verified
+    draft_n_accepted: int | UnsetType = UNSET
 
 
 class Phase(NamedTuple):
@@ -79,6 +84,7 @@ class Timeline:
     num_chunks: int = 0
     num_retractions: int = 0
     num_tokens: int = 0  # of all choices
+    usages: dict[int, Usage] = field(default_factory=dict)  # the last one of each choice
 
     def __post_init__(self) -> None:
         self.since_s = self.started_s
@@ -140,6 +146,7 @@ class Latency:
         if timeline is None:
             return chunk
         timeline.num_tokens += num_values(chunk.token_ids)
+        timeline.usages[chunk.child] = chunk.usage
         if not chunk.is_last:
             return chunk
         del self._open[chunk.request_id]
@@ -178,6 +185,8 @@ def timings_of(timeline: Timeline, chunk: OutputChunk) -> Timings:
     times = timeline.times
     prompt_ms = 1000 * times.get("prefill", 0.0)
     decoding = ("decode", "grammar", "retracted")
+    num_drafts = sum(usage.draft_tokens for usage in timeline.usages.values())
+    num_accepted = sum(usage.accepted_tokens for usage in timeline.usages.values())
     return Timings(
         prompt_n=chunk.usage.prompt_tokens - chunk.usage.cached_tokens,
         prompt_ms=prompt_ms,
@@ -189,4 +198,6 @@ def timings_of(timeline: Timeline, chunk: OutputChunk) -> Timings:
         prefill_chunks=timeline.num_chunks,
         num_retractions=timeline.num_retractions,
         states={state: 1000 * seconds for state, seconds in times.items()},
+        draft_n=num_drafts or UNSET,
+        draft_n_accepted=num_accepted if num_drafts else UNSET,
     )

@@ -34,11 +34,14 @@ async def test_an_answer_is_the_same_whatever_is_predicted(
     assert text
     accepted = []
     for guess in (text, f"{text[:50]}{text[60:]}", "Something else."):
-        answer = await predicted(client, guess, **fields)
+        answer = await predicted(client, guess, extra_body={"include_timings": True}, **fields)
         assert answer.choices[0].message.content == text
         assert answer.usage is not None
         details = answer.usage.completion_tokens_details
         assert details is not None
         accepted.append(details.accepted_prediction_tokens or 0)
         assert details.rejected_prediction_tokens is not None
+        timings = (answer.usage.model_extra or {})["timings"]
+        numbers = [timings.get(name, 0) for name in ("draft_n", "draft_n_accepted")]
+        assert numbers == [accepted[-1] + details.rejected_prediction_tokens, accepted[-1]]
     assert accepted[0] > accepted[1] > 20 > accepted[2]

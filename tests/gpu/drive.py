@@ -174,7 +174,17 @@ class _Drive:
             for effect in effects:
                 self._perform(effect)
         self.served.num_retracted = self.scheduler.state.num_retracted
+        self._check_nothing_is_kept()
         return self.served
+
+    def _check_nothing_is_kept(self) -> None:
+        """Without requests, every row and, apart from the prefix cache, every page is free."""
+        state = self.scheduler.state
+        assert state.rows.num_free == state.spec.max_rows
+        state.cache.check([])
+        state.cache.evict_all()
+        for index, group in enumerate(state.spec.groups):
+            assert state.cache.num_free(index) == group.num_pages - 1
 
     async def _next_event(self) -> SchedulerEvent | None:
         sources = [queue for queue in (self.arrivals, self.asks, self.tickets) if queue]

@@ -73,7 +73,8 @@ def test_a_draft_saves_a_step_where_it_is_right(drafts_are_right: bool) -> None:
     assert (num_accepted == num_drafts(served)) == drafts_are_right
 
 
-def test_b04_the_drafters_kv_survives_a_small_pool_and_chunks() -> None:
+def test_b04_b19_the_drafters_kv_survives_a_small_pool_and_chunks() -> None:
+    """Rows are retracted; in the end every page is free (drive.py)."""
     executor, _ = with_drafter(num_pages=13, max_batched_tokens=5)
     served = serve(executor, ASKED)
     assert served.outputs == plain_tokens(ASKED, ShallowTarget())

@@ -227,7 +227,7 @@ class Comparing:
     ("sampling", "window"),
     [({}, None), ({"temperature": 0.8}, 6), ({"temperature": 1.0, "top_p": 0.6}, 6)],
 )
-def test_a_padded_replay_equals_the_eager_step_bit_for_bit_and_touches_nobody_else(
+def test_b36_a_padded_replay_equals_the_eager_step_bit_for_bit_and_touches_nobody_else(
     sampling: dict[str, Any], window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three rows in a graph of four, at every length from 7 on."""

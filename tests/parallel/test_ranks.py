@@ -67,7 +67,7 @@ def test_tokens_are_those_of_one_rank(num_ranks: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("folder", "drafter"), [("", "STANDALONE"), ("moe", "NGRAM"), ("mla", "")])
-def test_drafters_experts_and_latents_change_no_token(
+def test_b13_drafters_experts_and_latents_change_no_token(
     folder: str, drafter: str, tmp_path: Path
 ) -> None:
     """Drafters are whole on each rank; experts and the heads of latent attention are divided."""

@@ -144,6 +144,8 @@ class Timings(msgspec.Struct):
     predicted_n: int
     predicted_ms: float
     predicted_per_second: float
+    draft_n: int | UnsetType = UNSET
+    draft_n_accepted: int | UnsetType = UNSET
 
 
 class Part(msgspec.Struct, kw_only=True):
@@ -258,13 +260,15 @@ def stop_type_of(output: Output) -> str:
 def timings_of(output: Output) -> Timings:
     """Measures at the HTTP border: the prompt's time includes the wait in the queue."""
     predicted_s = output.last_s - output.first_s
-    num_tokens = output.usage.completion_tokens
+    num_tokens, num_drafts = output.usage.completion_tokens, output.usage.draft_tokens
     return Timings(
         prompt_n=output.usage.prompt_tokens - output.usage.cached_tokens,
         prompt_ms=(output.first_s - output.start_s) * 1e3,
         predicted_n=num_tokens,
         predicted_ms=predicted_s * 1e3,
         predicted_per_second=num_tokens / predicted_s if predicted_s else 0.0,
+        draft_n=num_drafts or UNSET,
+        draft_n_accepted=output.usage.accepted_tokens if num_drafts else UNSET,
     )
 
 

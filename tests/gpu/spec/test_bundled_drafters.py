@@ -22,7 +22,7 @@ from tests.gpu.drive import Served, request, serve
 
 EXPECTED = json.loads((DRAFTERS_DIR / "expected_acceptance.json").read_bytes())
 PROMPTS = EXPECTED["prompts"][:3]
-BUNDLED = {"NEXTN": "mtp", "FROZEN_KV_MTP": "frozen_kv"}
+BUNDLED = {"NEXTN": "mtp", "FROZEN_KV_MTP": "frozen_kv", "STANDALONE": "small_lm"}
 STOPS = tuple(EXPECTED["stop_ids"])
 
 

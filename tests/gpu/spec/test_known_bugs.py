@@ -20,6 +20,8 @@ from aserve.gpu.spec.base import AFTER_NORM, DraftRows, Drafts
 from aserve.gpu.spec.mode import Speculative
 from aserve.gpu.spec.multi_layer import MultiLayer
 from aserve.gpu.spec.recurrent import RecurrentChain
+from aserve.gpu.spec.recurrent_tree import RecurrentTree
+from aserve.gpu.spec.tree_growth import TreeSize
 from aserve.gpu.step.future_map import LAST_TOKEN, SEQ_LEN, FutureMap
 from aserve.messages.base import array_i32
 from aserve.messages.requests import AdmitRequest
@@ -131,6 +133,28 @@ def test_the_order_of_siblings_changes_nothing() -> None:
     lens = [[batch.kv_lens for batch in served.batches] for served in (one, other)]
     assert lens[0][:10] == lens[1][:10]  # at their ends, rows have parts of trees
     assert len(lens[0]) < 30
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_b35_wide_trees_of_several_rows_have_room(page_size: int) -> None:
+    """Each row writes the nodes of three levels with eight branches each, and verifies 31."""
+    model = HiddenDraft()
+    link = RecurrentChain(model, 32, hidden_size=32, wants=AFTER_NORM)
+    mode = Speculative(RecurrentTree(link, TreeSize(4, 8, 31)))
+    num_pages = 1 + 5 * -(-70 // page_size)
+    settings: dict[str, Any] = {"page_size": page_size, "num_pages": num_pages, "depth": 2}
+    executor = make_executor(
+        HashModel(), mode=mode, drafter=model, attention="torch-ref", lead=2, **settings
+    )
+    asked = [
+        request(f"{row}", PROMPT[row : row + 5], max_tokens=55, temperature=0.5 * row, seed=row)
+        for row in range(5)
+    ]
+    served = serve(executor, asked)
+    assert served.outputs == plain_tokens(asked)
+    windows = [array_i32(b.verify.num_drafts).tolist() for b in served.batches if b.verify]
+    assert max(window.count(31) for window in windows) > 1
+    assert not served.num_resyncs
 
 
 class Careful(HiddenDraft):

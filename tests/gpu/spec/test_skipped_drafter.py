@@ -73,7 +73,7 @@ DRAFTERS: list[Callable[[], Stumbling]] = [
 
 @pytest.mark.parametrize("pace", [(1, 1), (2, 2), (3, 3)])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_tokens_are_those_of_plain_decoding_while_rows_stop_and_begin_to_draft(
+def test_b16_tokens_are_those_of_plain_decoding_while_rows_stop_and_begin_to_draft(
     drafter: Callable[[], Stumbling], pace: tuple[int, int]
 ) -> None:
     extend = Mock()
