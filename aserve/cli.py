@@ -64,7 +64,14 @@ ENGINE_RECORDS = (
     *(MachineOptions, ExpertOptions, GraphOptions, DebugOptions),
 )
 COMMAND_RECORDS: Mapping[str, tuple[type, ...]] = {
-    "serve": (*ENGINE_RECORDS, GrammarOptions, LoraOptions, DisaggregationOptions, ServerOptions),
+    "serve": (
+        *ENGINE_RECORDS,
+        GrammarOptions,
+        LoraOptions,
+        DisaggregationOptions,
+        ServerOptions,
+        RouterOptions,
+    ),
     "route": (RouterOptions, ServerOptions, DebugOptions),
     "chat": (*ENGINE_RECORDS, PromptOptions),
     "generate": (*ENGINE_RECORDS, PromptOptions),
@@ -95,8 +102,13 @@ def main(arguments: Sequence[str] | None = None, *, benches: Mapping[str, Bench]
     """Runs one command. Returns the exit code: 0; 1 when the engine failed; 2 for what the user
     can mend. `benches` are those of `aserve bench`; a tool may bring its own.
     """
+    return guarded(lambda: _run(list(sys.argv[1:] if arguments is None else arguments), benches))
+
+
+def guarded(run: Callable[[], int]) -> int:
+    """Prints an error as one line, and returns the exit code that stands for it."""
     try:
-        return _run(list(sys.argv[1:] if arguments is None else arguments), benches)
+        return run()
     except ConfigError as error:
         complain(error.message)
         return 2
@@ -151,6 +163,10 @@ def _resolved(given: dict[str, object], *, log_level: str) -> Resolved:
 
 
 def _serve(resolved: Resolved) -> int:
+    if resolved.server.replicas > 1:
+        from aserve.router.run import serve_replicas
+
+        return serve_replicas(resolved)
     collect_rarely()
     from aserve.server import serve
 

@@ -653,10 +653,17 @@ class ServerOptions:
         "process; more than 1 implies --processes 2",
         Limits(low=1, high=64, aliases=("api-server-count",)),
     )
+    replicas: int = option(
+        1,
+        "servers with an engine each, as child processes behind a router on the port; each has its "
+        "share of the GPUs or cores, and is started again if it dies",
+        Limits(low=1, high=256, aliases=("data-parallel-size", "dp-size", "dp")),
+    )
     max_engine_restarts: int = option(
         5,
-        "with an engine in a process of its own: restarts in a row, after which its next death "
-        "ends the server; an engine that was up for a minute begins a new row; 0: no restart",
+        "with an engine in a process of its own, or with --replicas: restarts in a row, after "
+        "which its next death ends the server, or leaves the other replicas; a process that was up "
+        "for a minute begins a new row; 0: no restart",
         Limits(low=0, high=1 << 20),
     )
     drain_timeout: float = option(
@@ -957,6 +964,10 @@ def _check_processes(server: ServerOptions) -> None:
                 f"{what} needs an engine in a process of its own, so --processes 1 cannot be given "
                 "with it"
             )
+    if server.frontends > 1 and server.replicas > 1:
+        raise ConfigError(
+            "--frontends cannot be given with --replicas, of which each has a frontend of its own"
+        )
     if server.frontends > 1 and server.uds is not None:
         raise ConfigError("--frontends shares a port; with --uds there is one frontend")
 
@@ -1004,6 +1015,11 @@ def set_environment(name: str, value: str, *, wins: bool = False) -> str:
     if wins:
         os.environ[name] = value
     return os.environ.setdefault(name, value)
+
+
+def system_variables(*names: str) -> dict[str, str]:
+    """Returns those of these variables of other programs that are set."""
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def cache_home() -> Path:

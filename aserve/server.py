@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 
 from rich.console import Console
@@ -24,16 +25,22 @@ from aserve.processes.frontends import Frontends
 from aserve.receipts.facts import FactFinder
 from aserve.startup import Launched, Launcher, Stopped, Waits, launcher_of
 
+READY = b"\1"  # what a replica sends to its router
+
 logger = logging.getLogger(__name__)
 
 
-def serve(resolved: Resolved) -> int:
-    """Serves until a signal or a failure, and returns the process's exit code."""
+def serve(resolved: Resolved, *, peers: Peers = ALONE, parent: socket.socket | None = None) -> int:
+    """Serves until a signal, a failure or the end of `parent`, and returns the process's exit code.
+    `parent` is the socket to the router of which this server is a replica: it gets one byte when
+    the server is ready. `peers` has the token by which requests of that router are known.
+    """
     frontends = Frontends(resolved) if resolved.server.frontends > 1 else None
     try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             launcher = launcher_of(resolved, frontends)
-            return runner.run(Server(resolved, launcher, frontends).run())
+            shared = peers if frontends is None else frontends.peers
+            return runner.run(Server(resolved, launcher, frontends, shared, parent).run())
     finally:
         if frontends is not None:
             frontends.remove_sockets()
@@ -41,11 +48,16 @@ def serve(resolved: Resolved) -> int:
 
 class Server:
     """Runs the HTTP server and the engine. `address` is set once the port is bound. `frontends`
-    are the further frontend processes, if there are any.
+    are the further frontend processes, if there are any. `parent` is described at `serve`.
     """
 
     def __init__(
-        self, resolved: Resolved, launcher: Launcher, frontends: Frontends | None = None
+        self,
+        resolved: Resolved,
+        launcher: Launcher,
+        frontends: Frontends | None = None,
+        peers: Peers = ALONE,
+        parent: socket.socket | None = None,
     ) -> None:
         self.address = ""
         self._resolved = resolved
@@ -55,12 +67,16 @@ class Server:
         self._frontend = Frontend(resolved, on_death=self._engine_died)
         self._tracing = connect_tracing(self._frontend)
         self._frontends = frontends
-        self._http = connect_http(self._frontend, ALONE if frontends is None else frontends.peers)
+        self._parent = parent
+        self._http = connect_http(self._frontend, peers)
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         for number in ending_signals():
             loop.add_signal_handler(number, self._signalled)
+        if self._parent is not None:
+            self._parent.setblocking(False)
+            loop.add_reader(self._parent, self._parent_ended)
         self.address = await self._http.start()
         try:
             await self._serve()
@@ -85,6 +101,8 @@ class Server:
             return
         set_up_collector()
         announce(self._resolved, launched, self.address)
+        if self._parent is not None:
+            await asyncio.get_running_loop().sock_sendall(self._parent, READY)
         await self._ending.wait()
         timeout_s = self._resolved.server.drain_timeout
         num_open = self._frontend.gateway.num_open
@@ -99,6 +117,12 @@ class Server:
         if self._ending.is_set() and self._frontends is not None:
             self._frontends.stop()
         self._ending.set()
+
+    def _parent_ended(self) -> None:
+        """The router sends nothing, so its socket can be read only at its end."""
+        assert self._parent is not None
+        asyncio.get_running_loop().remove_reader(self._parent)
+        self._signalled()
 
     def _signalled(self) -> None:
         """Starts to drain at the first signal. The second one ends open requests at once."""

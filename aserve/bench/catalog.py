@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from aserve.bench.options import (
     AdmissionOptions,
+    ClusterSimOptions,
     FairnessOptions,
     GroupedOptions,
     HostileOptions,
@@ -50,6 +51,11 @@ BENCHES: Mapping[str, Bench] = {
         "The scheduler's CPU time per tick under the heaviest loads. The device takes no time.",
         AdmissionOptions,
         "aserve.bench.admission",
+    ),
+    "cluster-sim": Bench(
+        "Clusters of up to 512 devices in virtual time, with real schedulers and balancers.",
+        ClusterSimOptions,
+        "aserve.bench.cluster_sim",
     ),
     "fairness": Bench(
         "The delay that a flood from one client causes to others. The device only sleeps.",

@@ -46,6 +46,10 @@ CURVES: Mapping[str, Axes] = {
     "prefill": Axes("Prefill time per token by prompt length", "tokens of prompt", "ms per token"),
     "host-step": Axes("Host time of a step by batch size", "running requests", "ms per step"),
     "start": Axes("Start by model size", "million parameters", "seconds until ready"),
+    "cluster": Axes("Throughput by size of the cluster", "devices", "tokens per s and device"),
+    "cluster-one-router": Axes(
+        "Throughput behind one router", "devices", "tokens per s and device"
+    ),
     "memory": Axes("Memory by model size", "million parameters", "GB resident"),
 }
 

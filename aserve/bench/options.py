@@ -21,6 +21,32 @@ class AdmissionOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterSimOptions:
+    devices: str = option("1,8,64,512", "sizes of clusters, one measurement each", LIST)
+    seconds: float = option(
+        4.0, "virtual time of each run, a quarter of it warm-up", Limits(low=0.1)
+    )
+    clients: int = option(16, "clients for each device, one request at a time each", Limits(low=1))
+    input_len: int = option(64, "tokens of a prompt behind its shared prefix", Limits(low=1))
+    output_len: int = option(64, "tokens of an answer on average", Limits(low=1))
+    policy: str = option(
+        "cache_aware",
+        "policy of the routers",
+        Limits(choices=("cache_aware", "least_load", "round_robin")),
+    )
+    request_us: float = option(500.0, "CPU time of a router per request", Limits(low=0))
+    chunk_us: float = option(30.0, "CPU time of a router per streamed token", Limits(low=0))
+    link_us: float = option(100.0, "latency between router and device", Limits(low=0))
+    host_us: float = option(300.0, "a tick of the scheduler, hidden behind steps", Limits(low=0))
+    seed: int = option(0, "seed of prompts and lengths", Limits(low=0))
+
+    @property
+    def warm_up_s(self) -> float:
+        """The time over which the clients begin."""
+        return self.seconds / 8
+
+
+@dataclass(frozen=True, slots=True)
 class FairnessOptions:
     rows: int = option(64, "sequences that run at once", Limits(low=2))
     step_ms: float = option(10.0, "duration of a step of the device", Limits(low=0.1))

@@ -24,7 +24,7 @@ SOCKET = re.compile(r"([0-9]+)\.sock")
 
 class Peers(msgspec.Struct, frozen=True):
     """`number` is that of this frontend; the first one has 0. A server with one frontend has no
-    directory and no token.
+    directory, and no token unless it is a replica, whose router sends its requests.
     """
 
     number: int = 0
@@ -51,10 +51,10 @@ class Peers(msgspec.Struct, frozen=True):
         return f"{self.token} {request.remote or ''}"
 
     def is_forwarded(self, request: web.Request) -> bool:
-        """Returns whether another frontend has sent the request."""
+        """Returns whether another frontend, or the router of this replica, has sent it."""
         token = request.headers.get(FORWARDED, "").partition(" ")[0]
         given = token.encode("utf-8", "surrogateescape")
-        return self.are_several and hmac.compare_digest(given, self.token.encode())
+        return bool(self.token) and hmac.compare_digest(given, self.token.encode())
 
 
 ALONE = Peers()

@@ -88,9 +88,6 @@ ONE = {"1": NOTHING}
 ONE_DEVICE = "aserve runs a model on one device"
 FOREIGN_FLAGS = (
     ForeignFlag(("pipeline-parallel-size", "pp-size", "pp"), ONE_DEVICE, ONE),
-    ForeignFlag(
-        ("data-parallel-size", "dp-size", "dp"), "start one server for each replica instead", ONE
-    ),
     ForeignFlag(("nnodes",), ONE_DEVICE, ONE),
     ForeignFlag(
         ("tokenizer", "tokenizer-path"), "the tokenizer is that of the model's directory; use MODEL"

@@ -16,7 +16,7 @@ import functools
 import logging
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import msgspec
@@ -38,6 +38,18 @@ class Start(Message, frozen=True):
     resolved: Resolved
     model_dir: str
     directory: str
+
+
+class StartReplica(Message, frozen=True):
+    """Asks a replica of a router to load and serve. Relative paths start at `directory`.
+    `environment` has the variables of its share of the machine. `token` proves that a request comes
+    from the router.
+    """
+
+    resolved: Resolved
+    directory: str
+    environment: Mapping[str, str]
+    token: str
 
 
 class Ready(Message, frozen=True):

@@ -15,13 +15,14 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
 from aserve.config import Resolved
-from aserve.errors import AserveError, ConfigError, EngineDead, InvalidRequest, NotFound
+from aserve.errors import AserveError, EngineDead
 from aserve.http.auth import Access, read_keys
 from aserve.http.errors import RequestFailed, error_response, http_error_info, info_of, refused
 from aserve.http.forwarding import Headers, end_to_end
 from aserve.http.hosts import AllowedHosts
-from aserve.http.peers import ALONE, PEERS
-from aserve.router.balancer import Balancer, Replica
+from aserve.http.peers import ALONE, FORWARDED, PEERS
+from aserve.router.admin import Admin
+from aserve.router.balancer import Balancer
 from aserve.router.joined_answers import (
     ask_everyone,
     first_known,
@@ -47,10 +48,6 @@ LIMITS = web.RequestKey("limits", dict[str, str])
 LAST_EVENT_ID = "Last-Event-ID"
 
 
-class ReplicaBody(msgspec.Struct):
-    url: str
-
-
 class Router:
     """`open` and `close` surround its use. `watch` runs between them and probes the replicas."""
 
@@ -61,6 +58,7 @@ class Router:
         self.metrics = RouterMetrics(self.balancer)
         self.proxy = Proxy(self.options, self.balancer, self.metrics)
         self.is_draining = False
+        self.admin = Admin(self.balancer, self.add)
         self._group: asyncio.TaskGroup | None = None  # of `watch`
         limits = {
             "requests": self.options.requests_per_minute,
@@ -89,15 +87,7 @@ class Router:
         }
         app.add_routes([web.get(path, handler) for path, handler in routes.items()])
         if self.server.admin_api_key:
-            admin = "/admin/replicas"
-            app.add_routes(
-                [
-                    web.get(admin, self.list_replicas),
-                    web.post(admin, self.add_replica),
-                    web.delete(admin, self.remove_replica),
-                    web.post(f"{admin}/drain", self.drain_replica),
-                ]
-            )
+            app.add_routes(self.admin.routes())
         app.add_routes([web.route("*", "/{path:.*}", self.pass_on)])
         return app
 
@@ -137,6 +127,8 @@ class Router:
             await asyncio.sleep(self.options.health_interval)
         self.proxy.owners.forget(address)
         await self.proxy.upstreams.pop(address).close()
+        if self.admin.fleet is not None:
+            self.admin.fleet.release(address)
         logger.info("replica left address=%s", address)
 
     async def pass_on(self, request: web.Request) -> web.StreamResponse:
@@ -145,7 +137,7 @@ class Router:
             raise EngineDead("The router shuts down.", retry_after_s=5, code="server_draining")
         body = await self._read(request)
         facts = facts_of(body) if body else NO_FACTS
-        call = Call(request.method, request.raw_path, _headers(request), body)
+        call = Call(request.method, request.raw_path, self._headers(request), body)
         if body is None and request.can_read_body:
             call = Call(request.method, request.raw_path, call.headers, request.content)
         named = [id_in_path(request.path), *facts.ids, *_resumed(request)]
@@ -193,6 +185,15 @@ class Router:
         except TimeoutError:
             raise refused(408, "The request's body did not arrive in time.") from None
 
+    def _headers(self, request: web.Request) -> Headers:
+        """Returns the headers for a replica. A process of this router believes the client's
+        address.
+        """
+        headers = _headers(request)
+        if self.admin.fleet is None:
+            return headers
+        return [*headers, (FORWARDED, self.admin.fleet.peers.header_for(request))]
+
     def _session(self, request: web.Request, facts: RequestFacts) -> str:
         name = self.options.session_header
         return request.headers.get(name) or request.cookies.get(name) or facts.session
@@ -217,46 +218,16 @@ class Router:
         return web.json_response({"status": "alive"})
 
     async def read_metrics(self, request: web.Request) -> web.Response:
-        call = Call(request.method, request.raw_path, _headers(request))
+        call = Call(request.method, request.raw_path, self._headers(request))
         return await metrics_of_all(call, self._asked(), self.metrics)
 
     async def server_info(self, request: web.Request) -> web.Response:
         """Answers as the first replica does, with the router's settings beside it."""
-        call = Call(request.method, request.raw_path, _headers(request))
+        call = Call(request.method, request.raw_path, self._headers(request))
         _, whole = await first_known(call, self._asked())
         info = msgspec.json.decode(whole.body) if whole.status == 200 else {}
-        router = {"policy": self.options.policy, "replicas": self._described()}
+        router = {"policy": self.options.policy, "replicas": self.admin.described()}
         return web.json_response(joined([info]) | {"router": router})
-
-    async def list_replicas(self, _: web.Request) -> web.Response:
-        return web.json_response({"data": self._described()})
-
-    async def add_replica(self, request: web.Request) -> web.Response:
-        address = await _address_in(request)
-        self.add(address)
-        return web.json_response({"data": self._described()})
-
-    async def drain_replica(self, request: web.Request) -> web.Response:
-        self.balancer.drain((await self._named(request)).name)
-        return web.json_response({"data": self._described()})
-
-    async def remove_replica(self, request: web.Request) -> web.Response:
-        """The replica leaves when its open requests have ended."""
-        self.balancer.remove((await self._named(request)).name)
-        return web.json_response({"data": self._described()})
-
-    async def _named(self, request: web.Request) -> Replica:
-        address = await _address_in(request)
-        replica = self.balancer.find(address)
-        if replica is None:
-            raise NotFound(f"There is no replica {address}.")
-        return replica
-
-    def _described(self) -> list[dict[str, object]]:
-        return [
-            {"url": each.name, "state": each.state, "load": each.load, "in_flight": each.in_flight}
-            for each in self.balancer.replicas()
-        ]
 
     @web.middleware
     async def _border(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -288,14 +259,6 @@ class Router:
 
 async def _add_server(_: web.Request, response: web.StreamResponse) -> None:
     response.headers[hdrs.SERVER] = "aserve"
-
-
-async def _address_in(request: web.Request) -> str:
-    try:
-        body = msgspec.json.decode(await request.read(), type=ReplicaBody)
-        return check_address(body.url)
-    except (msgspec.MsgspecError, ConfigError) as error:
-        raise InvalidRequest(f"The body must be {{'url': ...}}: {error}") from None
 
 
 def _headers(request: web.Request) -> Headers:

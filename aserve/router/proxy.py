@@ -2,7 +2,8 @@
 
 A request is sent to another replica only while the client has seen nothing of an answer. The head
 of an answer is therefore held back until its first byte has come. From then on a failure of the
-replica closes the client's connection, so that half an answer is never taken for a whole one.
+replica ends an event stream with one error event, if it failed between two events, and closes the
+client's connection otherwise, so that half an answer is never taken for a whole one.
 
 A JSON body is read as a whole, because it decides where the request goes and may be sent again.
 Other bodies (uploads of files) are streamed, and are not sent again once they have begun.
@@ -12,17 +13,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 import aiohttp
+import msgspec
 from aiohttp import hdrs, web
 
 from aserve.config import RouterOptions
 from aserve.errors import EngineDead, ErrorInfo
-from aserve.http.errors import RequestFailed
+from aserve.http.anthropic.messages import anthropic_error
+from aserve.http.errors import RequestFailed, error_body
 from aserve.http.forwarding import end_to_end, pump_both
 from aserve.router.balancer import Balancer
 from aserve.router.metrics import RouterMetrics
@@ -36,6 +40,22 @@ logger = logging.getLogger(__name__)
 TRY_ANOTHER = frozenset({502, 503})
 RETRY_AFTER_S = 2.0
 TAIL_BYTES = 4096
+EVENT_STREAM = "text/event-stream"
+# The last event of a stream of each API.
+LAST_EVENT = re.compile(
+    rb'data: \[DONE\]|"type": ?"(message_stop|error|response\.(completed|incomplete|failed))"'
+)
+BROKEN = ErrorInfo(
+    "The replica ended within its answer.", type="server_error", code="replica_failed", status=502
+)
+# OpenAI's error event of /v1/responses.
+RESPONSES_ERROR = {
+    "type": "error",
+    "code": BROKEN.code,
+    "message": BROKEN.message,
+    "param": None,
+    "sequence_number": 0,
+}
 STARTED_S = web.RequestKey("started_s", float)
 
 
@@ -186,6 +206,11 @@ class Proxy:
             self._balancer.failed(name)
             self._metrics.broken.labels(name).inc()
             logger.warning("answer broken replica=%s cause=%s", name, type(error).__name__)
+            last = _last_events(request.path, answer, piece)
+            if last is not None:
+                await write(last)
+                await response.write_eof()
+                return response
             if request.transport is not None:
                 request.transport.abort()
             raise ConnectionResetError("the replica ended within its answer") from error
@@ -233,6 +258,23 @@ class Proxy:
         if demand.owner:
             return EngineDead("The replica that has this id is gone.", retry_after_s=RETRY_AFTER_S)
         return EngineDead("No replica is ready.", retry_after_s=RETRY_AFTER_S, code="no_replica")
+
+
+def _last_events(path: str, answer: aiohttp.ClientResponse, sent: bytes) -> bytes | None:
+    """Returns the events that end a stream whose replica has failed: none behind its own last one.
+    Returns None for an answer that is no event stream, or that was cut within an event.
+    """
+    if answer.content_type != EVENT_STREAM or hdrs.CONTENT_ENCODING in answer.headers:
+        return None
+    if not sent.endswith(b"\n\n"):
+        return None
+    if LAST_EVENT.search(sent[:-2].rpartition(b"\n\n")[2]):
+        return b""
+    if path.startswith("/v1/messages"):
+        return b"event: error\ndata: %b\n\n" % anthropic_error(BROKEN)
+    if path.startswith("/v1/responses"):
+        return b"event: error\ndata: %b\n\n" % msgspec.json.encode(RESPONSES_ERROR)
+    return b"data: %b\n\ndata: [DONE]\n\n" % error_body(BROKEN)
 
 
 def _repeats(exchange: Exchange) -> bool:

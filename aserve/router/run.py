@@ -1,4 +1,7 @@
-"""The life of the router: it binds, probes the replicas, passes requests on, drains and closes."""
+"""The life of the router: it binds, probes the replicas, passes requests on, drains and closes.
+
+With `--replicas N` it also starts and ends the processes of its replicas.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from aserve.host.threads import new_event_loop
 from aserve.http.connection import address_of, listen, reason_of
 from aserve.http.peers import ALONE
 from aserve.router.app import Router
+from aserve.router.fleet import Fleet
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +39,28 @@ def route(resolved: Resolved, addresses: Sequence[str]) -> int:
         return runner.run(RouterServer(resolved, addresses).run())
 
 
-class RouterServer:
-    """The port of a router. `address` is set by `start`."""
+def serve_replicas(resolved: Resolved) -> int:
+    """Serves by child processes until a signal, and returns the process's exit code."""
 
-    def __init__(self, resolved: Resolved, addresses: Sequence[str]) -> None:
+    async def run() -> int:
+        return await RouterServer(resolved, (), has_fleet=True).run()
+
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(run())
+
+
+class RouterServer:
+    """The port of a router. `address` is set by `start`. It starts its replicas if `has_fleet`."""
+
+    def __init__(
+        self, resolved: Resolved, addresses: Sequence[str], *, has_fleet: bool = False
+    ) -> None:
         self.address = ""
         self.router = Router(resolved, addresses)
+        if has_fleet:
+            self.router.admin.fleet = Fleet(resolved, self.router.admin.registry())
         self._options = resolved.server
+        self._model_name = resolved.model_name
         self._runner = web.AppRunner(
             self.router.app(), access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_S
         )
@@ -54,17 +73,12 @@ class RouterServer:
         for number in ending_signals():
             loop.add_signal_handler(number, self.end)
         await self.start()
-        Console(soft_wrap=True).print(
-            f"aserve: router at {self.address}, {self.router.num_given} replicas, "
-            f"policy {self.router.options.policy}",
-            highlight=False,
-            markup=False,
-        )
         try:
             await self.serve()
         finally:
             await self.stop()
-        return 0
+        fleet = self.router.admin.fleet
+        return 0 if fleet is None else fleet.exit_code
 
     async def start(self) -> None:
         self.router.open()
@@ -81,9 +95,37 @@ class RouterServer:
         """Passes requests on until `end`, then lets the open ones finish."""
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(self.router.watch())
+            announcing = group.create_task(self._announce())
+            failing = group.create_task(self._end_after_failure())
+            fleet = self.router.admin.fleet
+            if fleet is not None:
+                group.create_task(fleet.run())
             await self._ending.wait()
+            failing.cancel()
+            announcing.cancel()
             await self._drain()
+            if fleet is not None:
+                await fleet.close(timeout_s=self._options.drain_timeout)
             watching.cancel()
+
+    async def _announce(self) -> None:
+        """Prints the address, with replicas of its own when all of them have loaded."""
+        what, num_replicas = "router", self.router.num_given
+        if self.router.admin.fleet is not None:
+            what, num_replicas = self._model_name, self._options.replicas
+            await self.router.admin.fleet.serving.wait()
+        Console(soft_wrap=True).print(
+            f"aserve: {what} at {self.address}, {num_replicas} replicas, "
+            f"policy {self.router.options.policy}",
+            highlight=False,
+            markup=False,
+        )
+
+    async def _end_after_failure(self) -> None:
+        """Ends the router when none of its own replicas is left."""
+        if self.router.admin.fleet is not None:
+            await self.router.admin.fleet.failed.wait()
+            self.end()
 
     def end(self) -> None:
         """Starts to drain at the first call; the second one ends the open requests."""
@@ -102,6 +144,8 @@ class RouterServer:
 
     async def _drain(self) -> None:
         self.router.is_draining = True
+        if self.router.admin.fleet is not None:
+            self.router.admin.fleet.stop_restarting()
         timeout_s = self._options.drain_timeout
         num_open = self.router.proxy.num_open
         logger.info("draining open_requests=%s timeout_s=%s", num_open, timeout_s)

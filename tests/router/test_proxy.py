@@ -77,6 +77,39 @@ async def test_an_answer_that_has_begun_is_never_sent_again() -> None:
 
 
 SSE = b'data: {"id":"chatcmpl-123456"}\n\n'
+EVENTS = CHUNKED + b"%x\r\n%s\r\n" % (len(SSE), SSE)
+DONE = b"data: [DONE]\n\n"
+STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("path", "rest", "ends"),
+    [
+        (CHAT, b"", b'"code":"replica_failed"}}\n\n' + DONE),
+        ("/v1/messages", b"", b',"type":"error"}\n\n'),
+        ("/v1/responses", b"", b'"param":null,"sequence_number":0}\n\n'),
+        (CHAT, DONE, SSE + DONE),
+        ("/v1/messages", STOP, SSE + STOP),
+    ],
+)
+async def test_a_stream_of_a_dead_replica_ends_with_exactly_one_last_event(
+    path: str, rest: bytes, ends: bytes
+) -> None:
+    more = b"%x\r\n%s\r\n" % (len(rest), rest) if rest else b""
+    async with routed(StandIn(written(EVENTS, more, closes=True))) as (client, server):
+        status, body = await post(client, path)
+        assert status == 200
+        assert body.startswith(SSE)
+        assert body.endswith(ends)
+        assert (body + DONE).count(DONE) == 1 + body.endswith(DONE)
+        assert body.count(b"replica ended") == (not rest)
+        assert server.router.proxy.num_open == 0
+
+
+async def test_a_stream_that_is_cut_within_an_event_breaks_the_connection() -> None:
+    async with routed(StandIn(written(EVENTS, b"4\r\ndata\r\n", closes=True))) as (client, _):
+        with pytest.raises(ClientPayloadError):
+            await post(client)
 
 
 @pytest.mark.parametrize(
@@ -120,6 +153,18 @@ async def test_requests_pass_with_their_headers_query_and_body() -> None:
     for line in ("Authorization: Bearer k", "X-Own: 1", "X-Forwarded-For: 127.0.0.1"):
         assert f"\r\n{line}\r\n" in asked.head
     assert f"Host: {replica.url.removeprefix('http://')}\r\n" in asked.head
+
+
+async def test_a_compressed_answer_passes_as_it_is() -> None:
+    data = gzip.compress(b'{"id":"x"}' * 100, mtime=0)
+    head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(data)
+    async with (
+        routed(StandIn(written(head + data))) as (_, server),
+        ClientSession(server.address, auto_decompress=False) as client,
+        client.post(CHAT, json=BODY) as got,
+    ):
+        assert got.headers["Content-Encoding"] == "gzip"
+        assert await got.read() == data
 
 
 async def test_an_upload_is_streamed_and_a_json_body_is_bounded() -> None:
