@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from aserve.cli import COMMAND_RECORDS
@@ -35,8 +35,9 @@ Each option can be given in three ways, and the first one that is present wins:
 `true` or `false` in a variable or a file. An option that does not exist and a value out of range
 end the start with one line that says what is wrong.
 """
-ROUTER_NOTE = "Only `aserve route` has these.\n"
+ROUTER_NOTE = "`aserve route` has these, and `aserve serve` for its --replicas.\n"
 PROMPT_NOTE = "Only `aserve generate` and `aserve chat` have these.\n"
+NOTES: Mapping[type, str] = {RouterOptions: ROUTER_NOTE}
 COLUMNS = "| option | values | default | meaning |\n|---|---|---|---|\n"
 FOREIGN = """\
 ## Flags of vLLM and SGLang
@@ -55,11 +56,14 @@ KINDS = {int: "integer", float: "number", str: "text", bool: "switch"}
 def options_page() -> str:
     """Returns the page as Markdown, with one section and one table for each group of options."""
     records = COMMAND_RECORDS["serve"]
-    sections = [_section(*group) for record in records for group in grouped(record).items()]
-    router = [_section(*group, note=ROUTER_NOTE) for group in grouped(RouterOptions).items()]
+    sections = [
+        _section(*group, note=NOTES.get(record, ""))
+        for record in records
+        for group in grouped(record).items()
+    ]
     prompts = [_section(*group, note=PROMPT_NOTE) for group in grouped(PromptOptions).items()]
     foreign = "".join(f"| {' | '.join(map(_escaped, row))} |\n" for row in foreign_rows())
-    return "\n".join([HEAD, *sections, *router, *prompts, FOREIGN + foreign])
+    return "\n".join([HEAD, *sections, *prompts, FOREIGN + foreign])
 
 
 def _section(title: str, options: list[Option], *, note: str = "") -> str:
