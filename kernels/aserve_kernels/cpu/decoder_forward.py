@@ -1,4 +1,4 @@
-"""A forward, or a whole step, of a decoder in one compiled call and thread.
+"""A forward, or a whole step, of a decoder in one compiled call, by one thread or a team of them.
 
 A step draws a token at each node of a row's window, which is its last known token and the drafts
 after it. The drafts that equal the tokens drawn before them are accepted, so the row gets 1 to
@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import from_dtype, njit, types
+from numba import from_dtype, njit, prange, types
 from torch import Tensor
 
-from aserve_kernels.cpu.bf16 import Floats, as_array
+from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array
 from aserve_kernels.cpu.decoder_layers import (
     LAYER,
     LORA,
@@ -24,8 +24,11 @@ from aserve_kernels.cpu.decoder_layers import (
     MODEL,
     Records,
     Tables,
-    logits_of,
+    buffers_in,
+    num_narrow,
+    num_wide,
     run_layers,
+    write_logits,
 )
 from aserve_kernels.cpu.host_rows import Int64s, QueryRows
 from aserve_kernels.cpu.memory import array_at
@@ -37,6 +40,7 @@ from aserve_kernels.cpu.rejection import (
     is_random_window,
     keep_target_probs,
 )
+from aserve_kernels.cpu.team import Team, meet, new_meeting, share_of
 
 Int32s: TypeAlias = npt.NDArray[np.int32]
 INT32_LIKE = np.empty(0, np.int32)  # for `array_at`, which takes its dtype
@@ -72,20 +76,25 @@ def decoder_forward(
     slots: Int64s,
     tables: Tables,
     hidden: Tensor | None = None,
+    *,
+    num_workers: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Returns the output of the layers [tokens, hidden], which for a whole model are the hidden
     states after the final norm, and the residual streams [captured, tokens, hidden], in the model's
     dtype. Writes the tokens' KV slots.
 
     input_ids [tokens], row after row; slots [tokens] are those of adapters. `hidden` [tokens, size]
-    are the hidden states that a draft model reads.
+    are the hidden states that a draft model reads. `num_workers` threads share the work, of a draft
+    model only one; it was compiled for one, or for any number above.
     """
     out, streams = _empty_outputs(len(input_ids), tables)
     if hidden is None:
         hidden = out[:0]
     own = (rows.rows, rows.lens, rows.starts, rows.query_lens, slots, tables.captured)
     records = (tables.model, tables.layers, tables.loras)
-    _forward(input_ids, as_array(hidden), *own, *records, as_array(out), as_array(streams))
+    forward = _forward_alone if num_workers == 1 else _forward
+    written = (as_array(out), as_array(streams), new_meeting(), num_workers)
+    forward(input_ids, as_array(hidden), *own, *records, *written)
     return out, streams
 
 
@@ -97,13 +106,14 @@ def decoder_step(
     tables: Tables,
     *,
     is_block: bool = False,
+    num_workers: int = 1,
 ) -> StepOutputs:
     """Runs the forward, draws tokens for the sampled rows, and accepts drafts.
 
     An id of -r stands for the last token of row r. Also writes the ids to the token pool, and the
     relay: each sampled row's last token, and the iteration that wrote it; and every row's KV length
     after the step, in a mode that publishes it. `is_block`: windows are verified as blocks where
-    the relay has the distributions of their drafts.
+    the relay has the distributions of their drafts. `num_workers` as in `decoder_forward`.
     """
     windows = (1 + rows.num_drafts) * rows.is_sampled
     num_samples, width = int(rows.is_sampled.sum()), int(windows.max(initial=1))
@@ -116,7 +126,9 @@ def decoder_step(
     inputs = (input_ids, *known, rows.is_sampled, slots, tables.captured)
     written = (counts, token_ids, kv_lens, as_array(out), as_array(streams), words.numpy())
     numbers = (iteration, int(is_block))
-    _step(*inputs, *numbers, tables.model, tables.layers, tables.loras, *written)
+    step = _step_alone if num_workers == 1 else _step
+    records = (tables.model, tables.layers, tables.loras)
+    step(*inputs, *numbers, *records, *written, new_meeting(), num_workers)
     return StepOutputs(words, counts, token_ids, kv_lens, out, streams)
 
 
@@ -135,47 +147,137 @@ def floats_of(dtype: torch.dtype) -> types.Type:
     return types.uint16 if dtype == torch.bfloat16 else types.float32
 
 
-def compile_decoder_forward(dtype: torch.dtype) -> None:
+def compile_decoder_forward(dtype: torch.dtype, num_workers: int = 1) -> None:
+    """Compiles for this dtype, and either for one worker or for several."""
     floats = floats_of(dtype)
     table, streams = types.Array(floats, 2, "C"), types.Array(floats, 3, "C")
     words = types.Array(types.int32, 1, "C")
-    compile_ahead(_forward, COLUMN, table, *[COLUMN] * 6, *RECORDS, table, streams)
-    results = (*[COLUMN] * 3, table, streams, words)
-    compile_ahead(_step, *[COLUMN] * 9, *[types.int64] * 2, *RECORDS, *results)
+    forward, step = (_forward_alone, _step_alone) if num_workers == 1 else (_forward, _step)
+    team = (COLUMN, types.int64)
+    compile_ahead(forward, COLUMN, table, *[COLUMN] * 6, *RECORDS, table, streams, *team)
+    results = (*[COLUMN] * 3, table, streams, words, *team)
+    compile_ahead(step, *[COLUMN] * 9, *[types.int64] * 2, *RECORDS, *results)
 
 
-@cached_njit(nogil=True)
+@cached_njit(parallel=True, nogil=True)
 def _forward(
     ids: Int64s, hiddens: Floats, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
     slots: Int64s, captured: Int64s, models: Records, layers: Records, loras: Records,
-    out: Floats, streams: Floats,
+    out: Floats, streams: Floats, meeting: Int64s, num_workers: int,
 ) -> None:  # fmt: skip
-    run_layers(
-        ids, hiddens, rows, lens, starts, query_lens, slots, models[0], layers, loras, captured,
-        out, streams,
-    )  # fmt: skip
+    wide = np.empty(num_wide(ids.shape[0], models[0]), np.float32)
+    narrow_ = np.empty(num_narrow(ids.shape[0], models[0]), out.dtype)
+    for worker in prange(num_workers):
+        _forward_share(
+            ids, hiddens, rows, lens, starts, query_lens, slots, captured, models, layers, loras,
+            out, streams, wide, narrow_, meeting, worker, num_workers,
+        )  # fmt: skip
 
 
 @cached_njit(nogil=True)
+def _forward_alone(
+    ids: Int64s, hiddens: Floats, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
+    slots: Int64s, captured: Int64s, models: Records, layers: Records, loras: Records,
+    out: Floats, streams: Floats, meeting: Int64s, num_workers: int,
+) -> None:  # fmt: skip
+    wide = np.empty(num_wide(ids.shape[0], models[0]), np.float32)
+    narrow_ = np.empty(num_narrow(ids.shape[0], models[0]), out.dtype)
+    for worker in range(num_workers):
+        _forward_share(
+            ids, hiddens, rows, lens, starts, query_lens, slots, captured, models, layers, loras,
+            out, streams, wide, narrow_, meeting, worker, num_workers,
+        )  # fmt: skip
+
+
+@njit(nogil=True)
+def _forward_share(
+    ids: Int64s, hiddens: Floats, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
+    slots: Int64s, captured: Int64s, models: Records, layers: Records, loras: Records,
+    out: Floats, streams: Floats, wide: Float32s, narrow_: Floats,
+    meeting: Int64s, worker: int, num_workers: int,
+) -> None:  # fmt: skip
+    run_layers(
+        ids, hiddens, rows, lens, starts, query_lens, slots, models[0], layers, loras, captured,
+        out, streams, buffers_in(wide, narrow_, ids.shape[0], models[0]),
+        Team(worker, num_workers, meeting),
+    )  # fmt: skip
+
+
+@cached_njit(parallel=True, nogil=True)
 def _step(
     ids: Int64s, rows: Int64s, kv_lens: Int64s, is_bound: Int64s, query_lens: Int64s,
     num_drafts: Int64s, is_sampled: Int64s, slots: Int64s, captured: Int64s, iteration: int,
     is_block: int, models: Records, layers: Records, loras: Records,
     counts: Int64s, token_ids: Int64s, exact_lens: Int64s, out: Floats, streams: Floats,
-    words: Int32s,
+    words: Int32s, meeting: Int64s, num_workers: int,
 ) -> None:  # fmt: skip
-    model = models[0]
     starts, lens = np.empty_like(rows), np.empty_like(rows)
-    _resolve_lens(rows, kv_lens, is_bound, query_lens, model, exact_lens, starts, lens)
-    _resolve(ids, rows, lens, starts, query_lens, num_drafts, model, token_ids)
+    num_logits = min(MAX_LOGITS_ROWS, _num_logits(is_sampled, num_drafts))
+    wide = np.empty(num_wide(ids.shape[0], models[0]), np.float32)
+    narrow_ = np.empty(num_narrow(ids.shape[0], models[0]), out.dtype)
+    gathered = np.empty((num_logits, models[0].hidden), out.dtype)
+    logits = np.empty((num_logits, models[0].vocab), np.float32)
+    for worker in prange(num_workers):
+        _step_share(
+            ids, rows, kv_lens, is_bound, query_lens, num_drafts, is_sampled, slots, captured,
+            iteration, is_block, models, layers, loras, counts, token_ids, exact_lens, out, streams,
+            words, starts, lens, wide, narrow_, gathered, logits, meeting, worker, num_workers,
+        )  # fmt: skip
+
+
+@cached_njit(nogil=True)
+def _step_alone(
+    ids: Int64s, rows: Int64s, kv_lens: Int64s, is_bound: Int64s, query_lens: Int64s,
+    num_drafts: Int64s, is_sampled: Int64s, slots: Int64s, captured: Int64s, iteration: int,
+    is_block: int, models: Records, layers: Records, loras: Records,
+    counts: Int64s, token_ids: Int64s, exact_lens: Int64s, out: Floats, streams: Floats,
+    words: Int32s, meeting: Int64s, num_workers: int,
+) -> None:  # fmt: skip
+    starts, lens = np.empty_like(rows), np.empty_like(rows)
+    num_logits = min(MAX_LOGITS_ROWS, _num_logits(is_sampled, num_drafts))
+    wide = np.empty(num_wide(ids.shape[0], models[0]), np.float32)
+    narrow_ = np.empty(num_narrow(ids.shape[0], models[0]), out.dtype)
+    gathered = np.empty((num_logits, models[0].hidden), out.dtype)
+    logits = np.empty((num_logits, models[0].vocab), np.float32)
+    for worker in range(num_workers):
+        _step_share(
+            ids, rows, kv_lens, is_bound, query_lens, num_drafts, is_sampled, slots, captured,
+            iteration, is_block, models, layers, loras, counts, token_ids, exact_lens, out, streams,
+            words, starts, lens, wide, narrow_, gathered, logits, meeting, worker, num_workers,
+        )  # fmt: skip
+
+
+@njit(nogil=True)
+def _step_share(
+    ids: Int64s, rows: Int64s, kv_lens: Int64s, is_bound: Int64s, query_lens: Int64s,
+    num_drafts: Int64s, is_sampled: Int64s, slots: Int64s, captured: Int64s, iteration: int,
+    is_block: int, models: Records, layers: Records, loras: Records,
+    counts: Int64s, token_ids: Int64s, exact_lens: Int64s, out: Floats, streams: Floats,
+    words: Int32s, starts: Int64s, lens: Int64s, wide: Float32s, narrow_: Floats,
+    gathered: Floats, logits: Float32s, meeting: Int64s, worker: int, num_workers: int,
+) -> None:  # fmt: skip
+    model, team = models[0], Team(worker, num_workers, meeting)
+    if worker == 0:
+        _resolve_lens(rows, kv_lens, is_bound, query_lens, model, exact_lens, starts, lens)
+        _resolve(ids, rows, lens, starts, query_lens, num_drafts, model, token_ids)
+    meet(team)
     run_layers(
         token_ids, out[:0], rows, lens, starts, query_lens, slots, model, layers, loras, captured,
-        out, streams,
+        out, streams, buffers_in(wide, narrow_, ids.shape[0], model), team,
     )  # fmt: skip
     _accept(
         rows, exact_lens, starts, query_lens, num_drafts, is_sampled, iteration, is_block, model,
-        token_ids, out, counts, words,
+        token_ids, out, gathered, logits, counts, words, team,
     )  # fmt: skip
+    if worker == 0:
+        _publish(rows, lens, num_drafts, is_sampled, counts, model)
+
+
+@njit(inline="always")
+def _publish(
+    rows: Int64s, lens: Int64s, num_drafts: Int64s, is_sampled: Int64s, counts: Int64s, model: Any
+) -> None:
+    """Writes the lengths after the step to the relay, in modes that publish them."""
     if model.seq_len != 0:
         published = array_at(model.seq_len, (model.table_rows,), rows)
         for r in range(rows.shape[0]):
@@ -222,15 +324,23 @@ def _resolve(
             pool[page * model.page_size + position % model.page_size] = token_ids[token]
 
 
+@njit(nogil=True)
+def _num_logits(is_sampled: Int64s, num_drafts: Int64s) -> int:
+    total = 0
+    for r in range(is_sampled.shape[0]):
+        total += is_sampled[r] * (1 + num_drafts[r])
+    return total
+
+
 @njit(inline="always")
 def _accept(
     rows: Int64s, kv_lens: Int64s, starts: Int64s, query_lens: Int64s, num_drafts: Int64s,
     is_sampled: Int64s, iteration: int, is_block: int, model: Any, token_ids: Int64s,
-    hidden: Floats, counts: Int64s, words: Int32s,
+    hidden: Floats, gathered: Floats, logits: Float32s, counts: Int64s, words: Int32s, team: Team,
 ) -> None:  # fmt: skip
     """Draws the tokens of each window in order, up to the first that differs from the draft after
     it. Nodes after that are not drawn, and count as valid. A window that is verified as a block is
-    decided at its last node."""
+    decided at its last node. The logits are shared by outputs, and the draws by windows."""
     sampled = np.flatnonzero(is_sampled)
     width = 1
     for r in sampled:
@@ -238,7 +348,6 @@ def _accept(
     num_samples = sampled.shape[0]
     num_tokens = num_samples * width
     is_valid = words[num_tokens + num_samples :]
-    is_valid[:] = 1
     # Of each logits row: its index in `sampled`, and its place in the window.
     samples, places = np.empty_like(is_valid), np.empty_like(is_valid)
     logits_row = 0
@@ -249,20 +358,23 @@ def _accept(
     last_token = array_at(model.last_token, (model.table_rows,), rows)
     written_iter = array_at(model.written_iter, (model.table_rows,), rows)
     is_open = np.ones(num_samples, np.bool_)
-    gathered = np.empty((min(len(is_valid), MAX_LOGITS_ROWS), model.hidden), hidden.dtype)
     probs = np.empty((is_block * (1 + model.probs_drafts), model.probs_vocab), np.float32)
     for first in range(0, is_valid.shape[0], MAX_LOGITS_ROWS):
         num = min(MAX_LOGITS_ROWS, is_valid.shape[0] - first)
-        for i in range(num):
+        first_own, last_own = share_of(num, team)
+        for i in range(first_own, last_own):
             r = sampled[samples[first + i]]
             token = starts[r] + query_lens[r] - 1 - num_drafts[r] + places[first + i]
+            is_valid[first + i] = 1
             for d in range(model.hidden):
                 gathered[i, d] = hidden[token, d]
-        logits = logits_of(gathered[:num], model)
+        meet(team)
+        write_logits(gathered[:num], model, logits[:num], team.worker, team.num_workers)
+        meet(team)
         for i in range(num):
             sample, place = samples[first + i], places[first + i]
             r = sampled[sample]
-            if not is_open[sample]:
+            if not is_open[sample] or sample % team.num_workers != team.worker:
                 continue
             root = kv_lens[r] + query_lens[r] - 1 - num_drafts[r]
             end = starts[r] + query_lens[r]
@@ -287,3 +399,4 @@ def _accept(
             words[sample * width + place] = drawn
             counts[r] = words[num_tokens + sample] = place + 1
             last_token[rows[r]], written_iter[rows[r]] = drawn, iteration
+        meet(team)

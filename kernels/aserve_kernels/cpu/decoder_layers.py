@@ -6,7 +6,8 @@ calls between the matrix products. Per layer, with pre-norm residuals:
     h = h + residual_scale * out(attention(rope(norm(qkv(norm(h))))))
     h = (h + residual_scale * down(activation(gate(norm(h))) * up(norm(h)))) * out_scale
 
-Norms behind attention and MLP are supported too. Hidden states and sums are float32; the operands
+The threads of a team share each product by outputs, attention by rows and KV heads, and the rest by
+tokens. Norms behind attention and MLP are supported too. Hidden states and sums are float32; the operands
 of the matrix products, and the KV cache, have the model's dtype. Tokens are drawn greedily or by
 Gumbel-max, without filters, penalties or masks.
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -29,12 +30,13 @@ from numba import njit
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, narrow, rounded, widen
 from aserve_kernels.cpu.exp2 import LOG2_E, power_of_two
-from aserve_kernels.cpu.gemm import multiply
+from aserve_kernels.cpu.gemm import multiply, outputs_of
 from aserve_kernels.cpu.host_rows import Int64s
 from aserve_kernels.cpu.lora import add_to_wide
 from aserve_kernels.cpu.memory import array_at
 from aserve_kernels.cpu.paged_attention import attend_share
 from aserve_kernels.cpu.precompile import FASTMATH, NO_REFCOUNT
+from aserve_kernels.cpu.team import Team, meet, share_of
 
 Records: TypeAlias = npt.NDArray[np.void]
 
@@ -118,58 +120,116 @@ class Tables:
     captured: Int64s  # the layers after which the residual stream is an output
 
 
+class Buffers(NamedTuple):
+    """What the layers of one forward write, which the workers of a team share."""
+
+    hidden: Float32s  # [tokens, hidden], the residual stream
+    attended: Floats  # [tokens, heads, head_dim]
+    gated: Floats  # [tokens, inner]
+    heads: Float32s  # [tokens, q + k + v heads, head_dim]
+    gate_up: Float32s  # [tokens, 2 * inner]
+    added: Float32s  # [tokens, hidden]
+
+
+@njit(nogil=True)
+def num_wide(num_tokens: int, model: Any) -> int:
+    """Returns how many float32 the buffers of a forward have."""
+    num_heads = model.heads + 2 * model.kv_heads * model.stores_kv
+    return num_tokens * (2 * model.hidden + num_heads * model.head_dim + 2 * model.inner)
+
+
+@njit(nogil=True)
+def num_narrow(num_tokens: int, model: Any) -> int:
+    """Returns how many elements of the model's dtype the buffers of a forward have."""
+    return num_tokens * (model.heads * model.head_dim + model.inner)
+
+
+@njit(nogil=True)
+def buffers_in(wide: Float32s, narrow_: Floats, num_tokens: int, model: Any) -> Buffers:
+    """Divides memory of the sizes that `num_wide` and `num_narrow` return."""
+    num_heads = model.heads + 2 * model.kv_heads * model.stores_kv
+    size, heads_size = num_tokens * model.hidden, num_tokens * num_heads * model.head_dim
+    gate_size, attended_size = num_tokens * 2 * model.inner, num_tokens * model.heads * model.head_dim
+    rest = wide[2 * size :]
+    return Buffers(
+        wide[:size].reshape((num_tokens, model.hidden)),
+        narrow_[:attended_size].reshape((num_tokens, model.heads, model.head_dim)),
+        narrow_[attended_size:][: num_tokens * model.inner].reshape((num_tokens, model.inner)),
+        rest[:heads_size].reshape((num_tokens, num_heads, model.head_dim)),
+        rest[heads_size:][:gate_size].reshape((num_tokens, 2 * model.inner)),
+        wide[size : 2 * size].reshape((num_tokens, model.hidden)),
+    )
+
+
 @njit(inline="always")
 def run_layers(
     ids: Int64s, hiddens: Floats, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
     slots: Int64s, model: Any, layers: Records, loras: Records, captured: Int64s,
-    out: Floats, streams: Floats,
+    out: Floats, streams: Floats, buffers: Buffers, team: Team,
 ) -> None:  # fmt: skip
-    """Writes the output of the layers, [tokens, hidden], and the captured residual streams.
+    """Writes the output of the layers, [tokens, hidden], and the captured residual streams. All
+    workers have written when it returns.
 
-    ids [tokens]; hiddens [tokens, joined] of a model that reads hidden states; lens [rows], with
-    these tokens; slots [tokens] of adapters, if there are any. Tokens of a row are its last ones,
-    or, where the layers store nothing, have the row's last position.
+    ids [tokens]; hiddens [tokens, joined] of a model that reads hidden states, which has a team of
+    one; lens [rows], with these tokens; slots [tokens] of adapters, if there are any. Tokens of a
+    row are its last ones, or, where the layers store nothing, have the row's last position.
     """
     num_tokens = ids.shape[0]
-    # Buffers of all layers. `x` is the input of the next matrix product, and finally the result.
-    x, hidden = out, np.empty((num_tokens, model.hidden), np.float32)
-    attended = np.empty((num_tokens, model.heads, model.head_dim), out.dtype)
-    gated = np.empty((num_tokens, model.inner), out.dtype)
-    num_heads = model.heads + 2 * model.kv_heads * model.stores_kv
-    heads = np.empty((num_tokens, num_heads, model.head_dim), np.float32)
-    gate_up = np.empty((num_tokens, 2 * model.inner), np.float32)
-    added = np.empty((num_tokens, model.hidden), np.float32)
+    worker, num_workers = team.worker, team.num_workers
+    first, last = share_of(num_tokens, team)
+    # `x` is the input of the next matrix product, and finally the result.
+    x, own = out, out[first:last]
+    hidden, attended, gated, heads, gate_up, added = buffers
+    own_hidden, own_added = hidden[first:last], added[first:last]
+    own_slots = slots[first:last]
+    num_heads = heads.shape[1]
     inputs = x
     if model.joined == 0:
-        _embed(ids, model, hidden, added[0], x)
+        _embed(ids[first:last], model, own_hidden, own)
     else:
         inputs = _join(ids, hiddens, model, hidden, x)
+    meet(team)
     for index in range(layers.shape[0]):
         layer = layers[index]
         flat_heads = heads.reshape((num_tokens, num_heads * model.head_dim))
         source = inputs if index == 0 else x
-        multiply_packed(source, layer.qkv, layer.qkv_bias, flat_heads)
-        _add_lora(source, slots, loras, 4 * index, flat_heads)
-        _attend(model, layer, rows, lens, starts, query_lens, heads, attended)
+        multiply_packed(source, layer.qkv, layer.qkv_bias, flat_heads, worker, num_workers)
+        meet(team)
+        _add_lora(source[first:last], own_slots, loras, 4 * index, flat_heads[first:last])
+        store_keys(model, layer, rows, lens, starts, query_lens, heads, attended, first, last)
+        meet(team)
+        _attend(model, layer, rows, lens, starts, query_lens, heads, attended, team)
+        meet(team)
         flat = attended.reshape((num_tokens, model.heads * model.head_dim))
-        multiply_packed(flat, layer.out, layer.out_bias, added)
-        _add_lora(flat, slots, loras, 4 * index + 1, added)
-        _add_norm(model, added, layer.after_attention, layer.before_mlp, ONE, hidden, x)
-        multiply_packed(x, layer.gate_up, layer.gate_up_bias, gate_up)
-        _add_lora(x, slots, loras, 4 * index + 2, gate_up)
-        _gate(gate_up, model.activation, gated)
-        multiply_packed(gated, layer.down, layer.down_bias, added)
-        _add_lora(gated, slots, loras, 4 * index + 3, added)
+        multiply_packed(flat, layer.out, layer.out_bias, added, worker, num_workers)
+        meet(team)
+        _add_lora(flat[first:last], own_slots, loras, 4 * index + 1, own_added)
         _add_norm(
-            model, added, layer.after_mlp, layer.before_next, layer.out_scale, hidden, x
+            model, own_added, layer.after_attention, layer.before_mlp, ONE, own_hidden, own
+        )  # fmt: skip
+        meet(team)
+        multiply_packed(x, layer.gate_up, layer.gate_up_bias, gate_up, worker, num_workers)
+        meet(team)
+        if loras.shape[0] != 0:
+            _add_lora(x[first:last], own_slots, loras, 4 * index + 2, gate_up[first:last])
+            meet(team)
+        _gate(gate_up, model.activation, gated, team)
+        meet(team)
+        multiply_packed(gated, layer.down, layer.down_bias, added, worker, num_workers)
+        meet(team)
+        _add_lora(gated[first:last], own_slots, loras, 4 * index + 3, own_added)
+        _add_norm(
+            model, own_added, layer.after_mlp, layer.before_next, layer.out_scale, own_hidden, own
         )  # fmt: skip
         for number in range(captured.shape[0]):
             if captured[number] == index:
-                narrow(hidden.reshape(-1), streams[number].reshape(-1))
+                narrow(own_hidden.reshape(-1), streams[number][first:last].reshape(-1))
+        meet(team)
 
 
 @njit(nogil=True)
-def _embed(ids: Int64s, model: Any, hidden: Float32s, scratch: Float32s, x: Floats) -> None:
+def _embed(ids: Int64s, model: Any, hidden: Float32s, x: Floats) -> None:
+    scratch = np.empty(model.hidden, np.float32)
     table = array_at(model.embeddings, (model.num_embeddings, model.hidden), x)
     for token in range(ids.shape[0]):
         widen(table[ids[token]], hidden[token])
@@ -203,17 +263,20 @@ def _join(ids: Int64s, hiddens: Floats, model: Any, hidden: Float32s, x: Floats)
                 hidden[token, i] = wide[i]
     if model.projection == 0:
         return joined
-    multiply_packed(joined, model.projection, model.projection_bias, hidden)
+    multiply_packed(joined, model.projection, model.projection_bias, hidden, 0, 1)
     for token in range(num_tokens):
         _norm_into(hidden[token], model.first_norm, model.eps, scratch, x[token])
     return x
 
 
 @njit(nogil=True)
-def multiply_packed(x: Floats, packed: int, bias: int, out: Float32s) -> None:
+def multiply_packed(
+    x: Floats, packed: int, bias: int, out: Float32s, worker: int, num_workers: int
+) -> None:
     num_out = out.shape[1]
     size = -(-num_out // 32) * 32 * x.shape[1]
-    multiply(x, array_at(packed, (size,), x), array_at(bias, (num_out,), out), out)
+    weights, biases = array_at(packed, (size,), x), array_at(bias, (num_out,), out)
+    multiply(x, weights, biases, out, worker, num_workers)
 
 
 @njit(nogil=True)
@@ -233,11 +296,9 @@ def _add_lora(x: Floats, slots: Int64s, loras: Records, index: int, out: Float32
 @njit(inline="always")
 def _attend(
     model: Any, layer: Any, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
-    heads: Float32s, attended: Floats,
+    heads: Float32s, attended: Floats, team: Team,
 ) -> None:  # fmt: skip
-    """Applies norm and RoPE to heads [tokens, q + k + v, head_dim] in place, stores k and v, and
-    attends."""
-    store_keys(model, layer, rows, lens, starts, query_lens, heads, attended)
+    """Attends for a worker's share of the queries, heads [tokens, q + k + v, head_dim]."""
     kv_shape = (layer.num_slots, model.kv_heads, model.head_dim)
     keys = array_at(layer.keys, kv_shape, attended)
     values = array_at(layer.values, kv_shape, attended)
@@ -247,7 +308,7 @@ def _attend(
     attend_share(
         heads[:, : model.heads], keys, values, attended, table, rows, lens, starts, query_lens,
         model.page_size, layer.window, layer.factor, layer.cap,
-        np.full(model.heads, np.float32(-np.inf)), 0, 1,
+        np.full(model.heads, np.float32(-np.inf)), team.worker, team.num_workers,
     )  # fmt: skip
 
 
@@ -269,10 +330,11 @@ def _as_last_tokens(
 @njit(nogil=True)
 def store_keys(
     model: Any, layer: Any, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
-    heads: Float32s, like: Floats,
+    heads: Float32s, like: Floats, first: int, last: int,
 ) -> None:  # fmt: skip
     """Applies norm and RoPE to heads [tokens, q + k + v, head_dim] in place, and stores k and v if
-    the model stores them. `like` has the model's dtype."""
+    the model stores them, for the tokens from `first` to `last` - 1. `like` has the model's
+    dtype."""
     kv_shape = (layer.num_slots, model.kv_heads, model.head_dim)
     keys, values = array_at(layer.keys, kv_shape, like), array_at(layer.values, kv_shape, like)
     table = array_at(layer.page_table, (model.table_rows, model.table_columns), rows)
@@ -281,10 +343,13 @@ def store_keys(
     norms = array_at(layer.head_norms, (num_rotated, model.head_dim), heads)
     rope = np.empty(model.rotary_dim, np.float32)
     for r in range(rows.shape[0]):
-        _rope_and_store(
-            heads[starts[r] : starts[r] + query_lens[r]], keys, values, table[rows[r]],
-            lens[r] - query_lens[r], model, layer, cos_sin, norms, rope,
-        )  # fmt: skip
+        start, stop = max(first, starts[r]), min(last, starts[r] + query_lens[r])
+        if start < stop:
+            position = lens[r] - query_lens[r] + start - starts[r]
+            _rope_and_store(
+                heads[start:stop], keys, values, table[rows[r]], position, model, layer, cos_sin,
+                norms, rope,
+            )  # fmt: skip
 
 
 @njit(nogil=True, **NO_REFCOUNT)
@@ -357,26 +422,28 @@ def _norm_into(x: Float32s, norm: int, eps: np.float32, scratch: Float32s, out: 
 
 # PERF: numba's default error model checks divisors for zero, which prevents vectorisation.
 @njit(nogil=True, fastmath=FASTMATH, error_model="numpy", **NO_REFCOUNT)
-def _gate(gate_up: Float32s, activation: int, gated: Floats) -> None:
-    """gated = activation(gate) * up."""
-    size = np.uint64(gated.shape[1])  # PERF: unsigned, as in rope_and_store_kv.py
+def _gate(gate_up: Float32s, activation: int, gated: Floats, team: Team) -> None:
+    """gated = activation(gate) * up, for a worker's share of the inner features."""
+    first, last = share_of(gated.shape[1], team)
+    size = np.uint64(last - first)  # PERF: unsigned, as in rope_and_store_kv.py
     for token in range(gate_up.shape[0]):
-        row = gate_up[token]
+        both = gate_up[token]
+        row, up = both[first:last], both[gated.shape[1] + first :]
         if activation == SILU:
             for i in range(size):
-                row[i] *= row[size + i] * _sigmoid(row[i])
+                row[i] *= up[i] * _sigmoid(row[i])
         elif activation == GELU_TANH:
             for i in range(size):
                 x = row[i]
                 # (1 + tanh(y)) / 2 is the sigmoid of 2 y.
                 inner = GELU_SCALE * (x + GELU_CUBE * x * x * x)
-                row[i] = x * row[size + i] * _sigmoid(np.float32(2) * inner)
+                row[i] = x * up[i] * _sigmoid(np.float32(2) * inner)
         else:
             for i in range(size):
                 x = row[i]
                 part = np.float32(math.erf(x * np.float32(math.sqrt(0.5))))
-                row[i] = np.float32(0.5) * x * (np.float32(1) + part) * row[size + i]
-        narrow(row[:size], gated[token])
+                row[i] = np.float32(0.5) * x * (np.float32(1) + part) * up[i]
+        narrow(row, gated[token][first:last])
 
 
 @njit(inline="always")
@@ -388,7 +455,17 @@ def _sigmoid(x: np.float32) -> np.float32:
 
 @njit(inline="always")
 def logits_of(hidden: Floats, model: Any) -> Float32s:
+    """Returns the logits of hidden states [n, hidden], [n, vocab], in one thread."""
     logits = np.empty((hidden.shape[0], model.vocab), np.float32)
+    write_logits(hidden, model, logits, 0, 1)
+    return logits
+
+
+@njit(nogil=True)
+def write_logits(
+    hidden: Floats, model: Any, logits: Float32s, worker: int, num_workers: int
+) -> None:
+    """Writes a worker's share of the logits [n, vocab] of hidden states [n, hidden]."""
     normed = hidden
     if model.head_norm != 0:
         normed = np.empty(hidden.shape, hidden.dtype)
@@ -396,9 +473,10 @@ def logits_of(hidden: Floats, model: Any) -> Float32s:
         for row in range(hidden.shape[0]):
             widen(hidden[row], wide)
             _norm_into(wide, model.head_norm, model.eps, scratch, normed[row])
-    multiply_packed(normed, model.head, model.head_bias, logits)
-    _cap_logits(logits.reshape(-1), hidden, model.logit_divisor, model.logit_softcap)
-    return logits
+    multiply_packed(normed, model.head, model.head_bias, logits, worker, num_workers)
+    first, last = outputs_of(model.vocab, worker, num_workers)
+    for row in range(hidden.shape[0]):
+        _cap_logits(logits[row][first:last], hidden, model.logit_divisor, model.logit_softcap)
 
 
 @njit(nogil=True)

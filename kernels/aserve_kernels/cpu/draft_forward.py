@@ -18,8 +18,11 @@ from aserve_kernels.cpu.decoder_layers import (
     NO_IDS,
     Records,
     Tables,
+    buffers_in,
     logits_of,
     multiply_packed,
+    num_narrow,
+    num_wide,
     run_layers,
     store_keys,
 )
@@ -27,6 +30,7 @@ from aserve_kernels.cpu.host_rows import Int64s, QueryRows
 from aserve_kernels.cpu.memory import array_at
 from aserve_kernels.cpu.precompile import cached_njit, compile_ahead
 from aserve_kernels.cpu.rejection import draw_draft
+from aserve_kernels.cpu.team import Team
 from aserve_kernels.draft_chain import ChainKind
 
 
@@ -92,6 +96,9 @@ def _chain(
     hidden = np.empty((num_rows, model.joined), relay.dtype)
     out = np.empty((num_rows, model.hidden), relay.dtype)
     no_streams = np.empty((0, 0, 0), relay.dtype)
+    wide = np.empty(num_wide(num_rows, model), np.float32)
+    narrow_ = np.empty(num_narrow(num_rows, model), relay.dtype)
+    team = Team(0, 1, ids)  # of one worker, who meets nobody
     for r in range(num_rows):
         if is_bound[r] != 0:
             lens[r] = array_at(model.seq_len, (model.table_rows,), rows)[rows[r]]
@@ -107,6 +114,7 @@ def _chain(
             run_layers(
                 ids[:num], hidden[:num], rows[:num], ends[:num], starts[:num], ones[:num], NO_IDS,
                 model, layers, loras, NO_IDS, out[:num], no_streams,
+                buffers_in(wide, narrow_, num, model), team,
             )  # fmt: skip
             source = out[:num]
         draw_rows(source, rows[:num], lens[:num] + depth + 1, lens[:num], model, ids)
@@ -123,7 +131,7 @@ def _next_hidden(out: Floats, model: Any, hidden: Floats) -> None:
         hidden[: out.shape[0]] = out
         return
     wide = np.empty((out.shape[0], model.joined), np.float32)
-    multiply_packed(out, model.next_hidden, model.next_hidden_bias, wide)
+    multiply_packed(out, model.next_hidden, model.next_hidden_bias, wide, 0, 1)
     for r in range(out.shape[0]):
         narrow(wide[r], hidden[r])
 
@@ -158,5 +166,5 @@ def _store(
     flat_heads = heads.reshape((inputs.shape[0], num_heads * model.head_dim))
     for index in range(layers.shape[0]):
         layer = layers[index]
-        multiply_packed(inputs, layer.qkv, layer.qkv_bias, flat_heads)
-        store_keys(model, layer, rows, lens, starts, query_lens, heads, inputs)
+        multiply_packed(inputs, layer.qkv, layer.qkv_bias, flat_heads, 0, 1)
+        store_keys(model, layer, rows, lens, starts, query_lens, heads, inputs, 0, len(inputs))

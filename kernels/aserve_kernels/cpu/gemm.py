@@ -1,9 +1,12 @@
-"""A GEMM for few rows with a weight that is packed once: y = x W^T + b, in one thread.
+"""A GEMM with a weight that is packed once: y = x W^T + b. Threads share the outputs.
 
 The micro-kernel keeps a tile of 8 rows by 32 outputs in registers (as GotoBLAS and BLIS do), so the
 arithmetic is the limit and not the loads. bfloat16 is multiplied in pairs (vdpbf16ps) where the CPU
-has AVX-512 BF16. An output is summed in one order, whatever other rows there are, so a row's result
-is the same in every batch.
+has AVX-512 BF16. An output is summed in one order, whatever other rows and threads there are, so a
+row's result is the same in every batch.
+
+PERF: Qwen3-0.6B's layers in bfloat16, one thread of an AVX512-bf16 machine, GB/s of weights at 1,
+4, 8, 16 rows against those of oneDNN's packed weights: 23, 25, 20, 6 against 13, 15, 11, 4.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from llvmlite import ir
-from numba import njit, types
+from numba import njit, prange, types
 from numba.core import cgutils, config
 from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic, overload
@@ -23,7 +26,7 @@ from torch import Tensor
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, widen
 from aserve_kernels.cpu.precompile import NO_REFCOUNT, cached_njit, compile_ahead
-from aserve_kernels.cpu.simd import FLOAT32X16, INT32X16, LANES, Intrinsic
+from aserve_kernels.cpu.simd import FLOAT32X16, INDEX, INT32X16, LANES, Intrinsic
 
 Int32s: TypeAlias = npt.NDArray[np.int32]
 
@@ -34,8 +37,10 @@ DPBF16PS = "llvm.x86.avx512bf16.dpbf16ps.512"
 # The features that numba compiles for: the machine's, unless NUMBA_CPU_FEATURES names others.
 FEATURES = get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
 HAS_AVX512_BF16 = "+avx512bf16" in FEATURES.split(",")
-INDEX = ir.IntType(64)
 WORD = ir.IntType(32)
+# PERF: the rows that pass over the weights together stay in the L2 cache.
+BLOCK_BYTES = 1 << 18
+WIDE_ROWS = 256  # whose float32 results are in memory at a time
 
 
 def pack(weight: Tensor) -> Floats:
@@ -51,11 +56,13 @@ def pack(weight: Tensor) -> Floats:
     return as_array(blocks.transpose(1, 2).contiguous().flatten())
 
 
-def packed_linear(x: Tensor, packed: Floats, bias: Float32s) -> Tensor:
+def packed_linear(x: Tensor, packed: Floats, bias: Float32s, *, num_workers: int = 1) -> Tensor:
     """x [tokens, in] float32 or bfloat16 on the CPU, `packed` of the same dtype, bias [out] (zeros
-    for no bias) -> [tokens, out] like x. With bfloat16, `in` must be even."""
+    for no bias) -> [tokens, out] like x. With bfloat16, `in` must be even. `num_workers` threads
+    share the work: one if it was compiled for one, else any number above."""
     out = torch.empty((len(x), len(bias)), dtype=x.dtype)
-    _multiply_narrow(as_array(x.contiguous()), packed, bias, as_array(out))
+    product = _multiply_alone if num_workers == 1 else _multiply
+    product(as_array(x.contiguous()), packed, bias, as_array(out), num_workers)
     return out
 
 
@@ -85,17 +92,40 @@ def compile_grouped_linear(dtype: torch.dtype) -> None:
     compile_ahead(_multiply_groups, rows, rows, biases, bounds, bounds, rows)
 
 
-def compile_packed_linear(dtype: torch.dtype) -> None:
+def compile_packed_linear(dtype: torch.dtype, num_workers: int = 1) -> None:
+    """Compiles for this dtype, and either for one worker or for several."""
     floats = types.uint16 if dtype == torch.bfloat16 else types.float32
     rows, flat = types.Array(floats, 2, "C"), types.Array(floats, 1, "C")
-    compile_ahead(_multiply_narrow, rows, flat, types.Array(types.float32, 1, "C"), rows)
+    product = _multiply_alone if num_workers == 1 else _multiply
+    compile_ahead(product, rows, flat, types.Array(types.float32, 1, "C"), rows, types.int64)
+
+
+@cached_njit(parallel=True, nogil=True)
+def _multiply(x: Floats, packed: Floats, bias: Float32s, out: Floats, num_workers: int) -> None:
+    for worker in prange(num_workers):
+        _multiply_share(x, packed, bias, out, worker, num_workers)
 
 
 @cached_njit(nogil=True)
-def _multiply_narrow(x: Floats, packed: Floats, bias: Float32s, out: Floats) -> None:
-    wide = np.empty(out.shape, np.float32)
-    multiply(x, packed, bias, wide)
-    narrow(wide.reshape(-1), out.reshape(-1))
+def _multiply_alone(
+    x: Floats, packed: Floats, bias: Float32s, out: Floats, num_workers: int
+) -> None:
+    for worker in range(num_workers):
+        _multiply_share(x, packed, bias, out, worker, num_workers)
+
+
+@njit(nogil=True)
+def _multiply_share(
+    x: Floats, packed: Floats, bias: Float32s, out: Floats, worker: int, num_workers: int
+) -> None:
+    first, last = outputs_of(out.shape[1], worker, num_workers)
+    wide = np.empty((min(x.shape[0], WIDE_ROWS), last - first), np.float32)
+    weights, biases = packed[first * x.shape[1] :], bias[first:last]
+    for start in range(0, x.shape[0], WIDE_ROWS):
+        size = min(WIDE_ROWS, x.shape[0] - start)
+        multiply(x[start : start + size], weights, biases, wide[:size], 0, 1)
+        for row in range(size):
+            narrow(wide[row], out[start + row, first:last])
 
 
 @cached_njit(nogil=True)
@@ -106,52 +136,68 @@ def _multiply_groups(
         start, end = starts[expert], ends[expert]
         if start < end:
             wide = np.empty((end - start, out.shape[1]), np.float32)
-            multiply(x[start:end], packed[expert], biases[expert], wide)
+            multiply(x[start:end], packed[expert], biases[expert], wide, 0, 1)
             narrow(wide.reshape(-1), out[start:end].reshape(-1))
 
 
 @njit(nogil=True)
-def multiply(x: Floats, packed: Floats, bias: Float32s, out: Float32s) -> None:
-    """x [tokens, in], bias [out] -> out [tokens, out], contiguous."""
-    num_out = out.shape[1]
-    num_whole = num_out // OUTPUTS * OUTPUTS
-    _multiply_blocks(x, packed, bias, out)
-    if num_whole < num_out:
-        rest = num_out - num_whole
+def multiply(
+    x: Floats, packed: Floats, bias: Float32s, out: Float32s, worker: int, num_workers: int
+) -> None:
+    """x [tokens, in], bias [out] -> out [tokens, out], contiguous: a worker's share of the outputs,
+    for all rows."""
+    first, last = outputs_of(out.shape[1], worker, num_workers)
+    num_whole = last // OUTPUTS * OUTPUTS
+    _multiply_blocks(x, packed, bias, out, first, num_whole)
+    if num_whole < last:
+        rest = last - num_whole
         tail = np.empty((x.shape[0], OUTPUTS), np.float32)
         tail_bias = np.zeros(OUTPUTS, np.float32)
         for i in range(rest):
             tail_bias[i] = bias[num_whole + i]
-        _multiply_blocks(x, packed[num_whole * x.shape[1] :], tail_bias, tail)
+        _multiply_blocks(x, packed[num_whole * x.shape[1] :], tail_bias, tail, 0, OUTPUTS)
         for row in range(x.shape[0]):
             for i in range(rest):
                 out[row, num_whole + i] = tail[row, i]
 
 
+@njit(inline="always")
+def outputs_of(num_out: int, worker: int, num_workers: int) -> tuple[int, int]:
+    """Returns a worker's first output, and the one after its last. Shares are whole blocks."""
+    num_blocks = -(-num_out // OUTPUTS)
+    first = num_blocks * worker // num_workers * OUTPUTS
+    return first, min(num_out, num_blocks * (worker + 1) // num_workers * OUTPUTS)
+
+
 @njit(nogil=True, **NO_REFCOUNT)
-def _multiply_blocks(x: Floats, packed: Floats, bias: Float32s, out: Float32s) -> None:
-    """Computes the outputs of whole blocks; the others are left as they are."""
+def _multiply_blocks(
+    x: Floats, packed: Floats, bias: Float32s, out: Float32s, first: int, last: int
+) -> None:
+    """Computes the outputs from `first` to `last` - 1, which are whole blocks."""
     num_rows, num_in = x.shape
     num_out = out.shape[1]
     inputs, outputs = x.reshape(-1), out.reshape(-1)
-    for output in range(0, num_out // OUTPUTS * OUTPUTS, OUTPUTS):
-        weights = packed[output * num_in : (output + OUTPUTS) * num_in]
-        block_bias = bias[output : output + OUTPUTS]
-        for row in range(0, num_rows, ROWS):
-            rows_of_tile, target = inputs[row * num_in :], outputs[row * num_out + output :]
-            rest = num_rows - row
-            # PERF: a tile that computes some rows twice takes less time than several small tiles.
-            # 15 rows of the tiny model in docs/performance.md: 210 us against 307.
-            if rest > 5:
-                multiply_tile(rows_of_tile, weights, block_bias, target, num_out, ROWS)
-            elif rest == 5:  # a window of four drafts
-                multiply_tile(rows_of_tile, weights, block_bias, target, num_out, 5)
-            elif rest > 2:
-                multiply_tile(rows_of_tile, weights, block_bias, target, num_out, 4)
-            elif rest == 2:
-                multiply_tile(rows_of_tile, weights, block_bias, target, num_out, 2)
-            else:
-                multiply_tile(rows_of_tile, weights, block_bias, target, num_out, 1)
+    rows = max(ROWS, BLOCK_BYTES // (num_in * x.itemsize) // ROWS * ROWS)
+    for start in range(0, num_rows, rows):
+        end = min(num_rows, start + rows)
+        for output in range(first, last, OUTPUTS):
+            weights = packed[output * num_in : (output + OUTPUTS) * num_in]
+            block_bias = bias[output : output + OUTPUTS]
+            for row in range(start, end, ROWS):
+                rows_of_tile, target = inputs[row * num_in :], outputs[row * num_out + output :]
+                rest = num_rows - row
+                # PERF: a tile that computes some rows twice takes less time than several small
+                # tiles. 15 rows of the tiny model in docs/performance.md: 210 us against 307.
+                if rest > 5:
+                    multiply_tile(rows_of_tile, weights, block_bias, target, num_out, ROWS)
+                elif rest == 5:  # a window of four drafts
+                    multiply_tile(rows_of_tile, weights, block_bias, target, num_out, 5)
+                elif rest > 2:
+                    multiply_tile(rows_of_tile, weights, block_bias, target, num_out, 4)
+                elif rest == 2:
+                    multiply_tile(rows_of_tile, weights, block_bias, target, num_out, 2)
+                else:
+                    multiply_tile(rows_of_tile, weights, block_bias, target, num_out, 1)
 
 
 def multiply_tile(
