@@ -14,6 +14,7 @@ from torch import Tensor
 from aserve.gpu.attention.reference import TorchReference
 from aserve.gpu.build import BuildOptions, assemble
 from aserve.gpu.decode.registry import MODES
+from aserve.gpu.device.cpu import fused_decoder
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.device.cpu.fused_decoder import FEW_TOKENS, CompiledForward, make_compiled_forward
 from aserve.gpu.device.cpu.kernel_linear import prepare_tiled
@@ -64,7 +65,9 @@ class Site:
         return [part for kv in self.pools.layers.values() for part in (kv.keys, kv.values)]
 
 
-def load_tiled(directory: Path, dtype: torch.dtype) -> CausalModel:
+def load_tiled(directory: Path, dtype: torch.dtype, num_threads: int = 1) -> CausalModel:
+    """In bfloat16, so many threads share each step."""
+    torch.set_num_threads(num_threads)
     name = str(dtype).removeprefix("torch.")
     ops = CpuDevice().ops(dtype, is_deterministic=False)
     target = Target(prepare=prepare_tiled, elementwise=ops.elementwise)
@@ -141,9 +144,14 @@ def test_what_it_cannot_do_is_left_to_the_model(reference_of: ReferenceOf) -> No
     assert make_compiled_forward(joint.model, joint.state) is None
 
 
-def executor_of(directory: Path, attention: str) -> TorchExecutor:
+def executor_of(
+    directory: Path,
+    attention: str,
+    dtype: torch.dtype = torch.float32,
+    num_threads: int = 1,
+) -> TorchExecutor:
     options = BuildOptions(directory, num_pages=80, max_rows=4, page_size=4, attention=attention)
-    model = load_tiled(directory, torch.float32)
+    model = load_tiled(directory, dtype, num_threads)
     return assemble(model, MODES[options.decode](), CpuDevice(), options)
 
 
@@ -179,3 +187,25 @@ async def test_a_step_in_one_call_draws_the_tokens_of_its_parts(
             found, expected = [tokens_by_row(await ticket) for ticket in pair]
             assert found == expected
     assert step.call_count == len(STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3-mixed", "gemma2", "granite"])
+async def test_a_team_of_threads_changes_no_bit(
+    kind: str, reference_of: ReferenceOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Mock(side_effect=fused_decoder.decoder_step)
+    monkeypatch.setattr(fused_decoder, "decoder_step", step)
+    dtype, num_threads = torch.bfloat16, torch.get_num_threads()
+    directory = rounded(reference_of(kind), dtype, tmp_path)
+    try:
+        team, alone = (executor_of(directory, "auto", dtype, num) for num in (2, 1))
+    finally:
+        torch.set_num_threads(num_threads)
+    async with running(team, temperature=0.9) as shared, running(alone, temperature=0.9) as plain:
+        for query_lens, sampling in STEPS:
+            tickets = [run.launch(query_lens, sampling=sampling) for run in (shared, plain)]
+            found, expected = [tokens_by_row(await ticket) for ticket in tickets]
+            assert found == expected
+    sizes = [call.kwargs["num_workers"] for call in step.call_args_list]
+    assert sorted(sizes) == [1] * len(STEPS) + [2] * len(STEPS)

@@ -47,13 +47,13 @@ Tasks: TypeAlias = "deque[list[KernelVariant]]"
 
 # The slowest kernels come first, so that no worker is left alone with one at the end.
 COMPILERS: Mapping[str, Callable[[torch.dtype, int], None]] = {
-    "decoder_forward": lambda dtype, _: compile_decoder_forward(dtype),
+    "decoder_forward": compile_decoder_forward,
     "draft_forward": lambda dtype, _: compile_draft_forward(dtype),
     "paged_attention": compile_paged_attention,
     "chunk_attention": lambda _, num_threads: compile_chunk_attention(num_threads),
     "latent_attention": compile_latent_attention,
     "index_scores": compile_index_scores,
-    "packed_linear": lambda dtype, _: compile_packed_linear(dtype),
+    "packed_linear": compile_packed_linear,
     "rope_and_store_kv": lambda dtype, _: compile_rope_and_store_kv(dtype),
     "lora": compile_lora,
     "int8_linear": lambda dtype, _: compile_int8_linear(dtype),

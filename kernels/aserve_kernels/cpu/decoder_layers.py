@@ -7,9 +7,9 @@ calls between the matrix products. Per layer, with pre-norm residuals:
     h = (h + residual_scale * down(activation(gate(norm(h))) * up(norm(h)))) * out_scale
 
 The threads of a team share each product by outputs, attention by rows and KV heads, and the rest by
-tokens. Norms behind attention and MLP are supported too. Hidden states and sums are float32; the operands
-of the matrix products, and the KV cache, have the model's dtype. Tokens are drawn greedily or by
-Gumbel-max, without filters, penalties or masks.
+tokens. Norms behind attention and MLP are supported too. Hidden states and sums are float32; the
+operands of the matrix products, and the KV cache, have the model's dtype. Tokens are drawn greedily
+or by Gumbel-max, without filters, penalties or masks.
 
 A draft model may read a hidden state beside each token. Both, each after a norm, are joined, and a
 projection makes the residual stream of them, or they are the input of the first layer as they are
@@ -149,7 +149,10 @@ def buffers_in(wide: Float32s, narrow_: Floats, num_tokens: int, model: Any) -> 
     """Divides memory of the sizes that `num_wide` and `num_narrow` return."""
     num_heads = model.heads + 2 * model.kv_heads * model.stores_kv
     size, heads_size = num_tokens * model.hidden, num_tokens * num_heads * model.head_dim
-    gate_size, attended_size = num_tokens * 2 * model.inner, num_tokens * model.heads * model.head_dim
+    gate_size, attended_size = (
+        num_tokens * 2 * model.inner,
+        num_tokens * model.heads * model.head_dim,
+    )
     rest = wide[2 * size :]
     return Buffers(
         wide[:size].reshape((num_tokens, model.hidden)),

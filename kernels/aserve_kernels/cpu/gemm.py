@@ -50,9 +50,12 @@ def pack(weight: Tensor) -> Floats:
     """
     pair = 2 if weight.dtype == torch.bfloat16 else 1
     num_out, num_in = weight.shape
-    padded = torch.zeros((-num_out // OUTPUTS * -OUTPUTS, -num_in // pair * -pair)).to(weight.dtype)
-    padded[:num_out, :num_in] = weight
-    blocks = padded.view(-1, OUTPUTS, padded.shape[1] // pair, pair)
+    shape = (-num_out // OUTPUTS * -OUTPUTS, -num_in // pair * -pair)
+    padded = weight
+    if weight.shape != shape:
+        padded = torch.zeros(shape, dtype=weight.dtype)
+        padded[:num_out, :num_in] = weight
+    blocks = padded.reshape(-1, OUTPUTS, padded.shape[1] // pair, pair)
     return as_array(blocks.transpose(1, 2).contiguous().flatten())
 
 

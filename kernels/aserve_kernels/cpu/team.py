@@ -3,8 +3,9 @@
 WHY: a parallel region for each product of a layer wakes and joins all threads for tens of
 microseconds of work. A team enters one region per step, and a meeting takes less than one.
 
-A kernel starts a team by `prange(num_workers)` with as many iterations as there are threads, which
-numba's thread pools give one each. Whatever a worker wrote before a meeting, all read after it.
+A kernel starts a team by `prange(num_workers)`. Of at most as many iterations as it has threads,
+numba's pool gives each to a thread of its own. Whatever a worker wrote before a meeting, all read
+after it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import get_num_threads, njit, types
+from numba.core import config
 from numba.extending import intrinsic, overload
 
 from aserve_kernels.cpu.host_rows import Int64s
@@ -25,6 +27,15 @@ from aserve_kernels.cpu.simd import INDEX, Intrinsic
 LINE = 8
 NUM_COME, NUM_MEETINGS = 0, LINE
 SPINS = 1 << 14  # about 0.2 ms; then a worker gives its processor to others, if there are any
+
+
+# WHY: TBB may give two iterations to one thread, of which the first would wait for the second.
+config.THREADING_LAYER_PRIORITY = ["omp", "workqueue", "tbb"]
+
+
+def team_size(num_threads: int) -> int:
+    """Returns how many workers a team of so many threads can have."""
+    return min(num_threads, get_num_threads())
 
 
 class Team(NamedTuple):

@@ -53,6 +53,25 @@ def test_a_row_is_the_same_whatever_stands_beside_it(dtype: torch.dtype) -> None
         assert torch.equal(packed_linear(x[row : row + 1], packed, bias)[0], together[row])
 
 
+@pytest.mark.parametrize("num_tokens", [1, 300])  # more than pass over the weights together
+@pytest.mark.parametrize("num_out", [OUTPUTS - 1, 2 * OUTPUTS + 5, 7 * OUTPUTS])
+def test_threads_share_a_product_and_change_no_bit(num_out: int, num_tokens: int) -> None:
+    dtype, num_in = torch.bfloat16, 640
+    compile_packed_linear(dtype)
+    compile_packed_linear(dtype, 2)
+    packed, bias = pack(draw(num_out, num_in, dtype=dtype)), draw(num_out, dtype=torch.float32)
+    x = draw(num_tokens, num_in, dtype=dtype)
+    alone = packed_linear(x, packed, bias.numpy())
+    assert distance(alone, packed_linear_ref(x, packed, bias.numpy())) < TOLERANCES[dtype]
+    for num_workers in (2, 3):
+        shared = packed_linear(x, packed, bias.numpy(), num_workers=num_workers)
+        assert torch.equal(shared, alone)
+
+
+def distance(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.float() - expected.float()).norm() / expected.float().norm())
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_each_experts_rows_are_those_of_its_own_product(dtype: torch.dtype) -> None:
     compile_grouped_linear(dtype)

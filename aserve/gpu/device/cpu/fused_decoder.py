@@ -14,7 +14,12 @@ import numpy as np
 from torch import Tensor
 
 from aserve.gpu.decode.base import OnPublish
-from aserve.gpu.device.cpu.model_records import ModelRecords, describe_loras, is_covered
+from aserve.gpu.device.cpu.model_records import (
+    ModelRecords,
+    describe_loras,
+    is_covered,
+    num_workers_of,
+)
 from aserve.gpu.device.fused_step import FusedWindows
 from aserve.gpu.kv.layer_groups import Mask
 from aserve.gpu.models.base import CausalModel, HiddenCapture
@@ -32,6 +37,7 @@ from aserve_kernels.cpu.decoder_forward import (
 )
 from aserve_kernels.cpu.decoder_layers import Tables
 from aserve_kernels.cpu.host_rows import Int64s, QueryRows
+from aserve_kernels.cpu.team import team_size
 from aserve_kernels.row_columns import INT_COLUMNS
 
 FEW_TOKENS = 256  # per row; above this, torch's attention within a prompt is faster
@@ -40,10 +46,11 @@ FEW_TOKENS = 256  # per row; above this, torch's attention within a prompt is fa
 class CompiledForward:
     """A `FusedDecoder`."""
 
-    __slots__ = ("_adapted", "_num_layers", "_plain", "_records", "_state")
+    __slots__ = ("_adapted", "_num_layers", "_num_workers", "_plain", "_records", "_state")
 
-    def __init__(self, decoder: Decoder, state: DeviceState) -> None:
+    def __init__(self, decoder: Decoder, state: DeviceState, *, num_workers: int = 1) -> None:
         self._state = state
+        self._num_workers = num_workers
         self._num_layers = len(decoder.blocks)
         self._records = ModelRecords(decoder, state)
         self._plain = self._records.tables
@@ -59,7 +66,8 @@ class CompiledForward:
         own = QueryRows(rows, batch.lens.numpy(), starts, query_lens)
         slots = self._slots_of(rows, query_lens)
         tables = self._tables_for(slots, batch.capture)
-        hidden, streams = decoder_forward(batch.input_ids.numpy(), own, slots, tables)
+        ids = batch.input_ids.numpy()
+        hidden, streams = decoder_forward(ids, own, slots, tables, num_workers=self._num_workers)
         _fill(batch.capture, streams)
         return hidden
 
@@ -84,7 +92,10 @@ class CompiledForward:
         ids = plan.input_ids.astype(np.int64)
         iteration = stamp_of(plan.iteration)
         tables = self._tables_for(slots, capture)
-        done = decoder_step(ids, own, slots, iteration, tables, is_block=is_block)
+        num = self._num_workers
+        done = decoder_step(
+            ids, own, slots, iteration, tables, is_block=is_block, num_workers=num
+        )  # fmt: skip
         _fill(capture, done.streams)
         num, width = len(plan.logits.rows), int(plan.logits.windows.max(initial=1))
         layout = Layout(num, width, len(plan.logits.tokens), 0, 0, num_prompt_words=0)
@@ -131,5 +142,6 @@ def make_compiled_forward(model: CausalModel, state: DeviceState) -> CompiledFor
         return None
     if not is_covered(model, masks=(Mask.CAUSAL,)):
         return None
-    compile_decoder_forward(model.dtype)
-    return CompiledForward(model, state)
+    num_workers = team_size(num_workers_of(model))
+    compile_decoder_forward(model.dtype, num_workers)
+    return CompiledForward(model, state, num_workers=num_workers)

@@ -9,7 +9,12 @@ import dataclasses
 import numpy as np
 from torch import Tensor
 
-from aserve.gpu.device.cpu.model_records import LayerStack, ModelRecords, is_covered
+from aserve.gpu.device.cpu.model_records import (
+    LayerStack,
+    ModelRecords,
+    is_covered,
+    num_workers_of,
+)
 from aserve.gpu.device.fused_step import FusedRows
 from aserve.gpu.kv.layer_groups import Mask
 from aserve.gpu.models.base import CausalModel
@@ -70,6 +75,8 @@ def make_compiled_draft(
     if state.draft_pools is None or state.draft_pools.dtype != model.dtype:
         return None
     if not is_covered(model, masks=(Mask.CAUSAL, Mask.NONE)):
+        return None
+    if num_workers_of(model) > 1:  # a compiled draft runs in one thread, and is too slow there
         return None
     compile_decoder_forward(model.dtype)
     compile_draft_forward(model.dtype)

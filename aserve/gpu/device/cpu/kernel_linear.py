@@ -1,5 +1,5 @@
-"""Linear layers of the CPU through aserve's own kernels: y = x W^T + b with weights in tiles, for
-small models in one thread, and with int8 weights.
+"""Linear layers of the CPU through aserve's own kernels: y = x W^T + b with weights in tiles, and
+with int8 weights.
 
 device/cpu/weights.py decides where they are used.
 """
@@ -28,24 +28,27 @@ from aserve_kernels.cpu.int8_linear import compile_int8_linear, int8_linear
 class TiledLinear:
     """Weights packed in the tiles of aserve_kernels.cpu.gemm. The fused decoder reads them too."""
 
-    __slots__ = ("bias", "packed")
+    __slots__ = ("bias", "num_workers", "packed")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, num_workers: int = 1) -> None:
         """weight [out, in], in the model's dtype, bias [out]."""
+        self.num_workers = num_workers
         self.packed = pack(weight)
         self.bias = (torch.zeros(len(weight)) if bias is None else bias.float()).numpy()
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        return packed_linear(x, self.packed, self.bias)
+        return packed_linear(x, self.packed, self.bias, num_workers=self.num_workers)
 
 
 def prepare_tiled(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
     """dtype: float32 or bfloat16. The kernel reads input features in pairs, so a layer with an odd
-    number of them goes to oneDNN."""
+    number of them goes to oneDNN. Threads share the products in bfloat16; in float32, small models
+    have tiles only."""
     if linear.weight.shape[1] % 2:
         return prepare_packed(linear, device, dtype=dtype)
-    compile_packed_linear(dtype)
-    return TiledLinear(linear.weight.to(device, dtype), linear.bias)
+    num_workers = torch.get_num_threads() if dtype == torch.bfloat16 else 1
+    compile_packed_linear(dtype, num_workers)
+    return TiledLinear(linear.weight.to(device, dtype), linear.bias, num_workers=num_workers)
 
 
 class TiledExperts:

@@ -41,12 +41,12 @@ def all_kernels(isa: CpuIsa) -> list[KernelVariant]:
 def kernels_of(dtype: torch.dtype, isa: CpuIsa, *, num_threads: int) -> list[KernelVariant]:
     """Returns the variants that a model of this dtype runs on so many threads.
 
-    NOTE: only small models run the kernels of tiled weights, and small models run on one thread.
+    NOTE: in float32, only small models have tiled weights, whose products run on one thread.
     """
-    names = ["rms_norm", "rope_and_store_kv"]
-    if num_threads == 1 and has_tiles(dtype, isa):
-        names += ["decoder_forward", "packed_linear"]
-    variants = _variants(names, dtype)
+    variants = _variants(["rms_norm", "rope_and_store_kv"], dtype)
+    if has_tiles(dtype, isa):
+        num = min(num_threads, 2) if dtype == torch.bfloat16 else 1
+        variants += _variants(["decoder_forward", "packed_linear"], dtype, num_threads=num)
     variants += _variants(["draw", "shared_table", "suffix_match"], torch.float32)
     parallel = ["paged_attention"]
     if dtype == torch.bfloat16 and isa.bf16_products == AVX512_BF16:

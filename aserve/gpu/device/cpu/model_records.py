@@ -88,6 +88,11 @@ def is_covered(model: CausalModel | DraftDecoder, *, masks: tuple[Mask, ...]) ->
     return None not in products and are_tiled and is_uniform and has_masks and are_covered
 
 
+def num_workers_of(model: LayerStack) -> int:
+    """Returns how many threads share the products of a model that the kernels can run."""
+    return _tiled(_products(model.blocks[0])[0]).num_workers
+
+
 def _has_mask(layer: LayerSpec, masks: tuple[Mask, ...]) -> bool:
     """A window is that of a causal layer."""
     return layer.mask in masks and (layer.mask is Mask.CAUSAL or layer.window is None)

@@ -90,11 +90,24 @@ def choose_cpu_format(request: WeightRequest, isa: CpuIsa) -> WeightFormat:
     if request.is_deterministic:
         about = f"{format_.about}, each token alone"
         return replace(format_, prepare=per_token(format_.prepare), about=about)
-    if _is_small(request) and request.quantization is None and has_tiles(format_.dtype, isa):
-        from aserve.gpu.device.cpu.kernel_linear import prepare_experts, prepare_tiled
+    if request.quantization is not None or not has_tiles(format_.dtype, isa):
+        return format_
+    from aserve.gpu.device.cpu.kernel_linear import prepare_experts, prepare_tiled
 
-        format_ = replace(format_, prepare=prepare_tiled, prepare_grouped=prepare_experts)
-    return format_
+    if _is_small(request):
+        return replace(format_, prepare=prepare_tiled, prepare_grouped=prepare_experts)
+    return (
+        replace(format_, prepare=prepare_tiled) if has_large_tiles(format_.dtype, isa) else format_
+    )
+
+
+def has_large_tiles(dtype: torch.dtype, isa: CpuIsa) -> bool:
+    """Whether models of any size have tiled weights.
+
+    PERF: @DECODE@
+    With AMX, oneDNN multiplies many rows faster, and no such machine was there to compare.
+    """
+    return has_tiles(dtype, isa) and dtype == torch.bfloat16 and isa.bf16_products == AVX512_BF16
 
 
 def has_tiles(dtype: torch.dtype, isa: CpuIsa) -> bool:

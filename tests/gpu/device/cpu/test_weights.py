@@ -27,6 +27,7 @@ AMX = CpuIsa(bf16_products="AMX", has_onednn=True, has_fbgemm=True, has_numba=Tr
 NO_BF16 = replace(AMX, bf16_products=None)
 AVX2 = replace(AMX, bf16_products=None, has_avx512=False)
 OTHER = replace(AVX2, has_fbgemm=False)
+AVX512 = replace(AMX, bf16_products="AVX512-bf16")
 BARE = replace(OTHER, has_onednn=False, has_numba=False)
 
 
@@ -41,6 +42,9 @@ TINY, SMALL = TINY_BYTES // 4, SMALL_BYTES // 4  # weights: the most that count 
         ("auto", LARGE, AVX2, torch.float32, prepare_fp16_stored),
         ("auto", LARGE, OTHER, torch.float32, prepare_packed),
         ("auto", LARGE, BARE, torch.float32, prepare),
+        # aserve's own products read weights faster than oneDNN's, and AMX multiplies faster.
+        ("auto", LARGE, AVX512, torch.bfloat16, prepare_tiled),
+        ("float32", LARGE, AVX512, torch.float32, prepare_packed),
         # A tiny model answers alike on every machine.
         ("auto", TINY, AMX, torch.float32, prepare_tiled),
         ("auto", TINY, AVX2, torch.float32, prepare_packed),
