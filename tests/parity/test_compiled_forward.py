@@ -26,6 +26,7 @@ from aserve.gpu.step.forward_batch import ForwardBatch, ForwardOverrides
 from aserve.gpu.step.future_map import FutureMap
 from aserve.gpu.step.resolve import DeviceState
 from aserve.gpu.weights.source import Target
+from aserve_kernels.cpu.decoder_forward import decoder_step
 from tests.gpu.batch_builder import Spans, running, tokens_by_row
 from tests.gpu.device_tables import CPU, device_batch, make_pools
 from tests.load_model import load_model
@@ -194,7 +195,7 @@ async def test_a_step_in_one_call_draws_the_tokens_of_its_parts(
 async def test_a_team_of_threads_changes_no_bit(
     kind: str, reference_of: ReferenceOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = Mock(side_effect=fused_decoder.decoder_step)
+    step = Mock(side_effect=decoder_step)
     monkeypatch.setattr(fused_decoder, "decoder_step", step)
     dtype, num_threads = torch.bfloat16, torch.get_num_threads()
     directory = rounded(reference_of(kind), dtype, tmp_path)

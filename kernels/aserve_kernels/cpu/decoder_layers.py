@@ -135,13 +135,15 @@ class Buffers(NamedTuple):
 def num_wide(num_tokens: int, model: Any) -> int:
     """Returns how many float32 the buffers of a forward have."""
     num_heads = model.heads + 2 * model.kv_heads * model.stores_kv
-    return num_tokens * (2 * model.hidden + num_heads * model.head_dim + 2 * model.inner)
+    size: int = num_tokens * (2 * model.hidden + num_heads * model.head_dim + 2 * model.inner)
+    return size
 
 
 @njit(nogil=True)
 def num_narrow(num_tokens: int, model: Any) -> int:
     """Returns how many elements of the model's dtype the buffers of a forward have."""
-    return num_tokens * (model.heads * model.head_dim + model.inner)
+    size: int = num_tokens * (model.heads * model.head_dim + model.inner)
+    return size
 
 
 @njit(nogil=True)
