@@ -52,7 +52,7 @@ def prepare_process(threads: int | None) -> None:
     for name, value in SPINNING.items():
         set_environment(name, value)
     # OpenMP is numba's only threading layer that may be called from several threads.
-    set_environment("NUMBA_THREADING_LAYER_PRIORITY", "omp tbb workqueue")
+    set_environment("NUMBA_THREADING_LAYER_PRIORITY", "omp workqueue tbb")
     cache = kernel_cache()
     if cache is not None:
         set_environment("NUMBA_CACHE_DIR", str(cache))

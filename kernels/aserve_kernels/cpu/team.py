@@ -4,8 +4,8 @@ WHY: a parallel region for each product of a layer wakes and joins all threads f
 microseconds of work. A team enters one region per step, and a meeting takes less than one.
 
 A kernel starts a team by `prange(num_workers)`. Of at most as many iterations as it has threads,
-numba's pool gives each to a thread of its own. Whatever a worker wrote before a meeting, all read
-after it.
+numba's OpenMP layer and its own work queue give each to a thread of its own. TBB may not, so it
+must not be chosen before them. Whatever a worker wrote before a meeting, all read after it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from llvmlite import ir
 from numba import get_num_threads, njit, types
-from numba.core import config
 from numba.extending import intrinsic, overload
 
 from aserve_kernels.cpu.host_rows import Int64s
@@ -27,10 +26,6 @@ from aserve_kernels.cpu.simd import INDEX, Intrinsic
 LINE = 8
 NUM_COME, NUM_MEETINGS = 0, LINE
 SPINS = 1 << 14  # about 0.2 ms; then a worker gives its processor to others, if there are any
-
-
-# WHY: TBB may give two iterations to one thread, of which the first would wait for the second.
-config.THREADING_LAYER_PRIORITY = ["omp", "workqueue", "tbb"]
 
 
 def team_size(num_threads: int) -> int:
@@ -71,10 +66,10 @@ def meet(team: Team) -> None:
     while read_shared(team.meeting, NUM_MEETINGS) == number:
         num_spins += 1
         if num_spins > SPINS:
-            _yield()
+            YIELD()
 
 
-_yield = types.ExternalFunction("sched_yield", types.int32())
+YIELD = types.ExternalFunction("sched_yield", types.int32())
 
 
 def add_shared(words: Int64s, index: int, value: int) -> int:

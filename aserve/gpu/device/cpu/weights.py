@@ -104,7 +104,7 @@ def choose_cpu_format(request: WeightRequest, isa: CpuIsa) -> WeightFormat:
 def has_large_tiles(dtype: torch.dtype, isa: CpuIsa) -> bool:
     """Whether models of any size have tiled weights.
 
-    PERF: @DECODE@
+    PERF: at 1, 4, 8 and 16 rows, layers of Qwen3-0.6B take 0.61, 0.68, 0.63 and 0.78 of the time.
     With AMX, oneDNN multiplies many rows faster, and no such machine was there to compare.
     """
     return has_tiles(dtype, isa) and dtype == torch.bfloat16 and isa.bf16_products == AVX512_BF16
