@@ -20,7 +20,7 @@ from aserve.engine_core import LocalExecutor
 from aserve.errors import ConfigError
 from aserve.grammar.compile import Vocabulary
 from aserve.parallel.leader import load_ranks
-from aserve.parallel.topology import Coordinates, Meet
+from aserve.parallel.topology import Coordinates, Meet, Patience
 from aserve.parsers.registry import every_marker
 from aserve.progress import OnProgress, OnStage, ignore_stage, shown_progress
 from aserve.text.load import TextSide, load_text
@@ -101,12 +101,15 @@ def load_executor(
                 f"--device {resolved.machine.device} runs on one rank", param="tensor_parallel_size"
             )
         return load_named(resolved, model_dir, on_stage)
-    build = functools.partial(load_rank, resolved, model_dir, on_stage=on_stage)
-    return build(Coordinates) if is_alone else load_ranks(resolved, model_dir, build)
+    patience = Patience()
+    build = functools.partial(load_rank, resolved, model_dir, patience=patience, on_stage=on_stage)
+    if is_alone:
+        return build(Coordinates)
+    return load_ranks(resolved, model_dir, build, patience)
 
 
 def load_rank(
-    resolved: Resolved, model_dir: Path, meet: Meet, *, on_stage: OnStage
+    resolved: Resolved, model_dir: Path, meet: Meet, *, patience: Patience, on_stage: OnStage
 ) -> TorchExecutor:
     """Loads the executor of one rank, or of the only one."""
     on_stage("kernels", 0, 0)  # torch is imported, and the CPU's kernels are compiled, if need be
@@ -116,7 +119,7 @@ def load_rank(
     with _progress_of("weights", "loading weights", on_stage) as on_progress:
         options = build_options(resolved, model_dir)
         place = meet()
-        options = dataclasses.replace(options, ranks=collectives_of(place))
+        options = dataclasses.replace(options, ranks=collectives_of(place, patience))
         options = dataclasses.replace(options, experts=_expert_ranks(resolved, place, options))
         executor = build_executor(options, on_progress=on_progress)
     if resolved.graphs.cuda_graph_capture == "eager":

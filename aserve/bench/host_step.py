@@ -3,26 +3,35 @@
 It times one call of `Scheduler.step`. The input is a StepResult and the requests that have arrived,
 and the output is all effects, among them the next Launch with its arrays. The device answers at
 once. There is no event loop, no thread and no torch.
+
+Where there are several ranks, each Launch is sent to them: `rank_us` is the time to encode it,
+write it to a socket, read it there and decode it, in one process and for one rank.
 """
 
 from __future__ import annotations
 
 import gc
+import socket
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import IO, cast
 
+import msgspec
 import numpy as np
 
+from aserve import frames
 from aserve.bench.options import HostStepOptions, integers
 from aserve.bench.result import BenchResult, Table, mean, median, percentile, progress, spread
 from aserve.bench.step_driver import result_of
 from aserve.config import Resolved
+from aserve.frames import FrameSplitter
 from aserve.messages.executor import EngineSpec, GroupSpec, SchedulerEffect, SchedulerEvent
 from aserve.messages.output import Retired
 from aserve.messages.requests import AdmitRequest, SamplingParams
 from aserve.messages.step import Launch, ScheduleBatch
+from aserve.parallel.topology import ToRank
 from aserve.scheduling.scheduler import Scheduler
 
 TITLE = "scheduler, time per step"
@@ -31,6 +40,7 @@ PROMPT_LEN = 64
 MAX_OUTPUT_LEN = 128  # lengths are drawn from 1 to this, so that rows always end and join
 PAGE_SIZE = 16
 MAX_BATCHED_TOKENS = 8192
+LONGEST_BYTES = 1 << 20  # of a message, which are some tens of KB
 ROWS_PER_WAITING = 8  # rows for each waiting request
 
 
@@ -70,6 +80,7 @@ def measure(options: HostStepOptions) -> dict[int, list[Measured]]:
 class Measured:
     times_us: list[float]
     cpu_us: list[float]  # CPU time of the same steps, which other processes do not affect
+    rank_us: list[float]  # of the message to a rank
     num_running: list[int]
     num_joins: int
     num_cached: int  # prompt tokens in the prefix cache, which must be 0: no prompts repeat
@@ -87,6 +98,7 @@ def _summary(num_rows: int, repeats: list[Measured]) -> dict[str, float]:
         "rows": num_rows,
         "median_us": round(median(medians), 1),
         "cpu_us": round(median([median(one.cpu_us) for one in repeats]), 1),
+        "rank_us": round(median([median(one.rank_us) for one in repeats]), 1),
         "p99_us": round(percentile(times, 99), 1),
         "spread": round(spread(medians), 3),
         "us_per_row": round(median(medians) / num_rows, 2),
@@ -107,6 +119,7 @@ class Load:
         self._in_flight: deque[ScheduleBatch] = deque()
         self._arrivals: list[SchedulerEvent] = []
         self._num_requests = 0
+        self._launches: list[Launch] = []
         self._num_running: list[int] = []  # in each launch
         self._num_joins = 0
         self._num_cached = 0
@@ -119,10 +132,16 @@ class Load:
             self._step()
         self._num_joins = 0
         self._num_running.clear()
+        self._launches.clear()
         gc.collect()
         times_us, cpu_us = zip(*(self._step() for _ in range(num_steps)), strict=True)
         return Measured(
-            list(times_us), list(cpu_us), self._num_running, self._num_joins, self._num_cached
+            list(times_us),
+            list(cpu_us),
+            trips_us(self._launches),
+            self._num_running,
+            self._num_joins,
+            self._num_cached,
         )
 
     def _step(self) -> tuple[float, float]:
@@ -140,6 +159,7 @@ class Load:
         for effect in effects:
             match effect:
                 case Launch(batches=(batch,)):
+                    self._launches.append(effect)
                     self._in_flight.append(batch)
                     self._num_running.append(batch.stats.num_running)
                     self._num_joins += len(batch.row_inits)
@@ -155,6 +175,21 @@ class Load:
         max_tokens = int(self._numbers.integers(1, MAX_OUTPUT_LEN + 1))
         sampling = SamplingParams(seed=self._num_requests, max_tokens=max_tokens)
         self._arrivals.append(AdmitRequest(str(self._num_requests), prompt.tobytes(), sampling))
+
+
+def trips_us(launches: Sequence[Launch]) -> list[float]:
+    """Returns how long each message is on its way to a rank."""
+    splitter, decoder = FrameSplitter(), msgspec.msgpack.Decoder(ToRank)
+    ours, theirs = socket.socketpair()
+    found = []
+    with ours, theirs, cast(IO[bytes], ours.makefile("rwb")) as stream:
+        for launch in launches:
+            start_ns = time.perf_counter_ns()
+            frames.send(stream, launch)
+            [frame] = splitter.feed(theirs.recv(LONGEST_BYTES))
+            decoder.decode(frame)
+            found.append((time.perf_counter_ns() - start_ns) / 1e3)
+    return found
 
 
 def _spec(num_rows: int) -> EngineSpec:

@@ -207,7 +207,6 @@ def _target(device: Device, options: BuildOptions, form: WeightFormat, ops: Devi
         ops.elementwise,
     )
     unsupported = {
-        "--enable-lora": options.max_loras,
         "--enable-hisparse": options.hisparse,
         "--dllm-algorithm": options.denoising,
     }

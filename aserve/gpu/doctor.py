@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ from aserve.host.limits import (
     read_text,
     usable_cpus,
 )
+from aserve.parallel.topology import SHARED_FOLDER
 
 PACKAGES = (
     *("aserve", "torch", "numpy", "numba", "triton", "flashinfer-python", "transformers"),
@@ -52,6 +55,7 @@ class Findings:
     bf16_products: str | None  # the instructions for products of bfloat16
     has_avx512: bool
     free_memory_bytes: int
+    shared_bytes: int | None  # free in the folder through which ranks exchange; None: no folder
     memory_limit_bytes: int | None
     has_cuda_driver: bool
     torch_cuda: str | None  # the CUDA version that torch was built for
@@ -78,6 +82,7 @@ def examine() -> Findings:
         bf16_products=isa.bf16_products,
         has_avx512=isa.has_avx512,
         free_memory_bytes=available_memory_bytes(),
+        shared_bytes=_shared_bytes(),
         memory_limit_bytes=memory_limit_bytes(),
         has_cuda_driver=may_have_cuda("auto"),
         torch_cuda=torch.version.cuda,
@@ -106,6 +111,7 @@ def report(found: Findings) -> Iterator[str]:
     limit = found.memory_limit_bytes
     limited = "no limit" if limit is None else f"a limit of {_gib(limit)}"
     yield f"  memory        {_gib(found.free_memory_bytes)} free, {limited} by control groups"
+    yield f"  ranks         {_shared_words(found)}"
     yield f"  device        {_device_words(found)}"
     yield f"  kernels       {_kernel_words(found)}"
     hints = list(advice(found))
@@ -175,6 +181,18 @@ def _device_words(found: Findings) -> str:
     if found.cuda_devices:
         return ", ".join(f"{item.name} ({_gib(item.memory_bytes)})" for item in found.cuda_devices)
     return "cpu" + (", although a CUDA driver is there" if found.has_cuda_driver else "")
+
+
+def _shared_bytes() -> int | None:
+    return shutil.disk_usage(SHARED_FOLDER).free if os.access(SHARED_FOLDER, os.W_OK) else None
+
+
+def _shared_words(found: Findings) -> str:
+    if found.versions["numba"] is None:
+        return "exchange over gloo, which is slower, because numba is not installed"
+    if found.shared_bytes is None:
+        return f"exchange through a file on disk, because {SHARED_FOLDER} cannot be written"
+    return f"exchange through {SHARED_FOLDER}, {_gib(found.shared_bytes)} free"
 
 
 def _kernel_words(found: Findings) -> str:

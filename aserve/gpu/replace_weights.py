@@ -36,6 +36,8 @@ def copies(old: object, new: object) -> Iterator[Copy]:
 
 
 def _copies_of(old: object, new: object, rebind: Callable[[object], None]) -> Iterator[Copy]:
+    if old is new:
+        return  # what the two share is no weight
     if isinstance(old, torch.ScriptObject) or (isinstance(old, Tensor) and old.is_mkldnn):
         yield partial(rebind, new)
     elif isinstance(old, Tensor) and isinstance(new, Tensor):

@@ -8,31 +8,44 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from aserve.config import Resolved
 from aserve.engine_core import LocalExecutor
-from aserve.errors import EngineDead, ErrorInfo, InvalidRequest
+from aserve.errors import EngineDead, ErrorInfo
 from aserve.messages.executor import Ticket
 from aserve.messages.requests import EngineJob, LoadLora, LoadWeights
 from aserve.messages.step import Launch, Resync, Sample, ScheduleBatch
 from aserve.parallel.processes import RankProcess, rank_processes
-from aserve.parallel.topology import Coordinates, Meet, RankLoaded, RankLost, RankUp, ToRank, WarmUp
+from aserve.parallel.topology import (
+    SHARED_FOLDER,
+    Coordinates,
+    Meet,
+    Patience,
+    RankLoaded,
+    RankLost,
+    RankUp,
+    RunJob,
+    ToRank,
+    WarmUp,
+)
 
 UP_S = 60.0  # for a rank to import its libraries
-NO_NEW_WEIGHTS = InvalidRequest(
-    "An engine of several ranks takes no new weights or adapters while it serves; restart it"
-).info()
 
 
 def load_ranks(
-    resolved: Resolved, model_dir: Path, build: Callable[[Meet], LocalExecutor]
+    resolved: Resolved,
+    model_dir: Path,
+    build: Callable[[Meet], LocalExecutor],
+    patience: Patience,
 ) -> ParallelExecutor:
-    """Starts the other ranks, and builds the executor of this one by `build`."""
+    """Starts the other ranks, and builds the executor of this one by `build`, whose collectives
+    have `patience`."""
     with (
-        tempfile.TemporaryDirectory(prefix="aserve-ranks-") as folder,
+        tempfile.TemporaryDirectory(prefix="aserve-ranks-", dir=_shared_folder()) as folder,
         rank_processes(resolved, model_dir, store := Path(folder, "store")) as ranks,
     ):
 
@@ -47,7 +60,12 @@ def load_ranks(
             loaded = rank.expect(RankLoaded)
             if loaded.num_pages != num_pages:
                 raise EngineDead(f"ranks have {loaded.num_pages} and {num_pages} pages")
-        return ParallelExecutor(own, ranks)
+        return ParallelExecutor(own, ranks, patience)
+
+
+def _shared_folder() -> str | None:
+    """The folder whose files are memory, where the machine has one."""
+    return SHARED_FOLDER if os.access(SHARED_FOLDER, os.W_OK) else None
 
 
 def _built(build: Callable[[], LocalExecutor], ranks: Sequence[RankProcess]) -> LocalExecutor:
@@ -63,13 +81,18 @@ def _built(build: Callable[[], LocalExecutor], ranks: Sequence[RankProcess]) -> 
 class ParallelExecutor:
     """A `LocalExecutor` over that of rank 0. Its methods are called on the event loop's thread."""
 
-    def __init__(self, own: LocalExecutor, ranks: Sequence[RankProcess]) -> None:
+    def __init__(
+        self, own: LocalExecutor, ranks: Sequence[RankProcess], patience: Patience
+    ) -> None:
         self.spec = own.spec
         self.about = f"{own.about}, on {len(ranks) + 1} ranks"
         self.died: asyncio.Future[BaseException]
         self._own = own
+        self.patience = patience
         self.ranks = tuple(ranks)
         self._loop: asyncio.AbstractEventLoop
+        self._num_jobs = 0
+        self._answers: dict[int, list[asyncio.Future[ErrorInfo | None]]] = {}  # by job and rank
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -77,12 +100,12 @@ class ParallelExecutor:
         self._own.start(loop)
         self._own.died.add_done_callback(self._own_died)
         for rank in self.ranks:
-            # NOTE: a rank says nothing while it serves, so what can be read is its end.
-            loop.add_reader(rank.socket, functools.partial(self._rank_ended, rank))
+            loop.add_reader(rank.socket, functools.partial(self._read, rank))
 
     async def warm_up(self) -> None:
         self._send(WarmUp())
         await self._own.warm_up()
+        self.patience.serve()
 
     def launch(self, *batches: ScheduleBatch) -> Ticket:
         self._send(Launch(batches))
@@ -97,15 +120,33 @@ class ParallelExecutor:
         self._own.resync(resync)
 
     async def run_job(self, job: EngineJob) -> ErrorInfo | None:
-        """A profile is that of rank 0. The ranks' copies of new weights would fall between
-        different steps, so they are refused."""
-        if isinstance(job, LoadWeights | LoadLora):
-            return NO_NEW_WEIGHTS
-        return await self._own.run_job(job)
+        """A profile is that of rank 0. New weights and adapters are written by all ranks, each
+        between two steps of its own: no step that runs meanwhile uses them."""
+        if not isinstance(job, LoadWeights | LoadLora):
+            return await self._own.run_job(job)
+        self._num_jobs += 1
+        answers: list[asyncio.Future[ErrorInfo | None]] = [
+            self._loop.create_future() for _ in self.ranks
+        ]
+        self._answers[self._num_jobs] = answers
+        self._send(RunJob(self._num_jobs, job))
+        try:
+            error = await self._own.run_job(job)
+            others = [await answer for answer in answers]
+        finally:
+            del self._answers[self._num_jobs]
+        if any((other is None) != (error is None) for other in others):
+            self._die(reason := EngineDead(f"only some ranks could load: {error}, {others}"))
+            return reason.info()
+        return error
 
     def close(self) -> None:
-        """Runs what was launched to its end on all ranks, then ends them."""
+        """Runs what was launched to its end on all ranks, then ends them. Where a rank is lost, the
+        others will never end their step: they are killed."""
         self._loop.call_soon_threadsafe(self._forget_ranks)
+        if self.died.done() and not self.died.cancelled():
+            for rank in self.ranks:
+                rank.process.kill()
         self._own.close()
         for rank in self.ranks:
             rank.close()
@@ -117,9 +158,15 @@ class ParallelExecutor:
             except OSError as error:
                 self._die(EngineDead(f"rank {rank.number} does not read: {error}"))
 
-    def _rank_ended(self, rank: RankProcess) -> None:
-        self._loop.remove_reader(rank.socket)
-        self._die(EngineDead(rank.ending()))
+    def _read(self, rank: RankProcess) -> None:
+        answers = rank.read_answers()
+        if answers is None:
+            self._loop.remove_reader(rank.socket)
+            self._die(EngineDead(rank.ending()))
+            return
+        for answer in answers:
+            if answer.number in self._answers:
+                self._answers[answer.number][rank.number - 1].set_result(answer.error)
 
     def _own_died(self, died: asyncio.Future[BaseException]) -> None:
         if not died.cancelled():
@@ -128,6 +175,9 @@ class ParallelExecutor:
     def _die(self, reason: BaseException) -> None:
         if not self.died.done():
             self.died.set_result(reason)
+        for answer in (each for answers in self._answers.values() for each in answers):
+            if not answer.done():
+                answer.set_result(EngineDead(f"the engine ended: {reason}").info())
 
     def _forget_ranks(self) -> None:
         for rank in self.ranks:

@@ -20,7 +20,14 @@ import msgspec
 from aserve import frames
 from aserve.config import Resolved
 from aserve.errors import ConfigError, EngineDead
-from aserve.parallel.topology import Coordinates, FromRank, RankFailed, StartRank, ToRank
+from aserve.parallel.topology import (
+    Coordinates,
+    FromRank,
+    RankFailed,
+    RankJobDone,
+    StartRank,
+    ToRank,
+)
 from aserve.processes.engine_process import describe, spawned
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -30,6 +37,7 @@ SEND_S = 10.0  # for a rank that does not read
 LOAD_S = 600.0  # for the other ranks to load after rank 0 has
 END_S = 5.0  # for a rank's last step and its exit; afterwards it is killed
 DEATH_S = 1.0  # from a socket's end to the exit code
+PIECE_BYTES = 1 << 16
 BUFFER_BYTES = 4 << 20  # several steps of the longest prompts
 
 
@@ -44,6 +52,7 @@ class RankProcess:
         with theirs:
             self.process = spawned(RANK, theirs)
         self._stream = cast(IO[bytes], self.socket.makefile("rwb"))
+        self._splitter = frames.FrameSplitter()
         self.send(start)
 
     def send(self, message: ToRank) -> None:
@@ -64,6 +73,17 @@ class RankProcess:
         if isinstance(found, RankFailed):
             raise (ConfigError if found.is_config else EngineDead)(found.message)
         raise EngineDead(self.ending())
+
+    def read_answers(self) -> list[RankJobDone] | None:
+        """Returns the answers that have come, when the socket can be read; None at its end."""
+        try:
+            piece = self.socket.recv(PIECE_BYTES)
+        except OSError:
+            piece = b""
+        if not piece:
+            return None
+        found = self._splitter.feed(piece)
+        return [msgspec.msgpack.decode(frame, type=RankJobDone) for frame in found]
 
     def ending(self) -> str:
         """Says how a process that has closed its socket has ended."""

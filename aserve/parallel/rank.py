@@ -19,7 +19,7 @@ import msgspec
 from aserve import frames
 from aserve.engine_core import LocalExecutor
 from aserve.errors import AserveError, BugError, ConfigError
-from aserve.frames import FrameSplitter
+from aserve.frames import FrameSplitter, framed
 from aserve.host.environment import collect_rarely, prepare_process, set_up_collector
 from aserve.host.logs import start_logging
 from aserve.host.threads import in_thread, new_event_loop
@@ -27,10 +27,13 @@ from aserve.load import load_rank
 from aserve.messages.step import Launch, Resync, Sample
 from aserve.parallel.topology import (
     Coordinates,
+    Patience,
     RankFailed,
+    RankJobDone,
     RankLoaded,
     RankLost,
     RankUp,
+    RunJob,
     StartRank,
     ToRank,
     WarmUp,
@@ -53,15 +56,16 @@ def main() -> int:
         start = frames.receive(stream, StartRank)
         if start is None:
             return 0
-        executor = _loaded(start, stream)
+        patience = Patience()
+        executor = _loaded(start, stream, patience)
     if executor is None:
         return 1
     set_up_collector()
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        return runner.run(Follower(executor, sock).run())
+        return runner.run(Follower(executor, sock, patience).run())
 
 
-def _loaded(start: StartRank, stream: IO[bytes]) -> LocalExecutor | None:
+def _loaded(start: StartRank, stream: IO[bytes], patience: Patience) -> LocalExecutor | None:
     """Loads this rank's part, and tells rank 0 how it went."""
     os.chdir(start.directory)
     debug, place = start.resolved.debug, start.coordinates
@@ -73,7 +77,13 @@ def _loaded(start: StartRank, stream: IO[bytes]) -> LocalExecutor | None:
         return place
 
     try:
-        executor = load_rank(start.resolved, Path(start.model_dir), meet, on_stage=ignore_stage)
+        executor = load_rank(
+            start.resolved,
+            Path(start.model_dir),
+            meet,
+            patience=patience,
+            on_stage=ignore_stage,
+        )
     except AserveError as error:
         frames.send(stream, RankFailed(str(error), isinstance(error, ConfigError)))
         return None
@@ -87,8 +97,9 @@ def _loaded(start: StartRank, stream: IO[bytes]) -> LocalExecutor | None:
 class Follower:
     """Runs what rank 0 sends. The results of steps are those of rank 0, so nobody reads them."""
 
-    def __init__(self, executor: LocalExecutor, sock: socket.socket) -> None:
+    def __init__(self, executor: LocalExecutor, sock: socket.socket, patience: Patience) -> None:
         self._executor = executor
+        self._patience = patience
         self._socket = sock
         self._splitter = FrameSplitter()
         self._decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
@@ -130,11 +141,23 @@ class Follower:
             case Resync():
                 self._executor.resync(message)
             case WarmUp():
-                self._tasks.create_task(self._executor.warm_up())
+                self._tasks.create_task(self._warm_up())
+            case RunJob():
+                self._tasks.create_task(self._run_job(message))
             case StartRank():
                 raise BugError("a rank starts once")
             case _:
                 assert_never(message)
+
+    async def _run_job(self, run: RunJob) -> None:
+        error = await self._executor.run_job(run.job)
+        answer = framed(msgspec.msgpack.encode(RankJobDone(run.number, error)))
+        with contextlib.suppress(OSError):  # rank 0 has gone, which is read as well
+            await asyncio.get_running_loop().sock_sendall(self._socket, answer)
+
+    async def _warm_up(self) -> None:
+        await self._executor.warm_up()
+        self._patience.serve()
 
     def _on_death(self, died: asyncio.Future[BaseException]) -> None:
         if not died.cancelled():

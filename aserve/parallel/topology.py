@@ -1,8 +1,8 @@
 """The ranks of an engine: their coordinates, the messages between them, and how one is lost.
 
 Rank 0 runs in the engine's process and has the scheduler. Each other rank is a process that gets
-the same launches in the same order and samples the same tokens by the same noise; it answers
-nothing while it serves. Messages travel as length-prefixed msgpack over one socket for each rank.
+the same launches in the same order and samples the same tokens by the same noise. While it serves
+it answers jobs alone. Messages travel as length-prefixed msgpack over one socket for each rank.
 """
 
 from __future__ import annotations
@@ -13,8 +13,12 @@ from typing import TypeAlias
 import msgspec
 
 from aserve.config import Resolved
+from aserve.errors import ErrorInfo
 from aserve.messages.base import Message
+from aserve.messages.requests import LoadLora, LoadWeights
 from aserve.messages.step import Launch, Resync, Sample
+
+SHARED_FOLDER = "/dev/shm"  # files in it are memory
 
 
 class Coordinates(msgspec.Struct, frozen=True):
@@ -31,6 +35,21 @@ class Coordinates(msgspec.Struct, frozen=True):
     @property
     def is_alone(self) -> bool:
         return self.num_ranks == 1
+
+
+class Patience:
+    """How many seconds a rank waits in a collective for the others. They load at different speeds,
+    and a first step may compile. Later steps begin at about the same time on all ranks.
+    """
+
+    __slots__ = ("seconds",)
+
+    def __init__(self, seconds: float = 600.0) -> None:
+        self.seconds = seconds
+
+    def serve(self) -> None:
+        """The first steps have been run."""
+        self.seconds = 5.0
 
 
 # Called when a rank has imported its libraries, before it meets the others.
@@ -67,8 +86,22 @@ class RankFailed(Message, frozen=True):
     is_config: bool  # the user can correct the cause
 
 
-ToRank: TypeAlias = StartRank | WarmUp | Launch | Sample | Resync
-FromRank: TypeAlias = RankUp | RankLoaded | RankFailed
+class RunJob(Message, frozen=True):
+    """Asks for new weights or an adapter. `number` is that of the answer."""
+
+    number: int
+    job: LoadLora | LoadWeights
+
+
+class RankJobDone(Message, frozen=True):
+    """The rank has done a job, or could not."""
+
+    number: int
+    error: ErrorInfo | None
+
+
+ToRank: TypeAlias = StartRank | WarmUp | Launch | Sample | Resync | RunJob
+FromRank: TypeAlias = RankUp | RankLoaded | RankFailed | RankJobDone
 
 
 class RankLost(BaseException):

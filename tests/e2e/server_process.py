@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -119,12 +120,14 @@ class ServerProcess:
     @property
     def engine_pid(self) -> int:
         """The server's own, where it is one process."""
-        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
-        children = [pid for task in tasks for pid in (task / "children").read_text().split()]
-        for pid in children:
-            if b"aserve.processes.engine" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return int(pid)
-        return self.process.pid
+        engines = children_of(self.process.pid, module="aserve.processes.engine")
+        return engines[0] if engines else self.process.pid
+
+    @property
+    def rank_pids(self) -> list[int]:
+        """The processes of the ranks, that of rank 0 first."""
+        engine = self.engine_pid
+        return [engine, *children_of(engine, module="aserve.parallel.rank")]
 
     def metric(self, name: str) -> float:
         """The sum over all labels of the metrics whose line begins so."""
@@ -143,6 +146,17 @@ class ServerProcess:
     def _output(self) -> IO[str]:
         assert self.process.stdout is not None
         return self.process.stdout
+
+
+def children_of(pid: int, *, module: str) -> list[int]:
+    """The children of a process that run `python -m module`, in the order of their start."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            with contextlib.suppress(FileNotFoundError):
+                if module.encode() in Path(f"/proc/{child}/cmdline").read_bytes():
+                    found.append(child)
+    return sorted(found)
 
 
 def resident_bytes(pid: int) -> int:

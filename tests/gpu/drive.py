@@ -148,6 +148,16 @@ def serve(
     return asyncio.run(run())
 
 
+async def serve_between(
+    executor: LocalExecutor, requests: Sequence[AdmitRequest], *, first_iteration: int
+) -> Served:
+    """As `serve`, of an executor that has been started and goes on. `first_iteration` is beyond all
+    that it has seen."""
+    drive = _Drive(executor, requests, random.Random(0))
+    drive.scheduler.state.next_iteration = first_iteration
+    return await drive.run()
+
+
 class _Drive:
     def __init__(
         self,

@@ -31,6 +31,7 @@ GOOD = Findings(
     bf16_products="AVX512-bf16",
     has_avx512=True,
     free_memory_bytes=32 << 30,
+    shared_bytes=1 << 31,
     memory_limit_bytes=None,
     has_cuda_driver=False,
     torch_cuda=None,
@@ -71,6 +72,7 @@ def test_each_finding_that_costs_speed_has_one_advice(changes: dict[str, Any], w
 def test_a_good_machine_gets_no_advice_and_a_gpu_none_about_the_cpu() -> None:
     assert list(advice(GOOD)) == []
     assert list(report(GOOD))[-1] == "Nothing was found that would make it faster."
+    assert "  ranks         exchange through /dev/shm, 2.0 GiB free" in report(GOOD)
     with_gpu = replace(GOOD, cuda_devices=(GPU,), bf16_products=None, cpu_quota=1.0)
     assert list(advice(with_gpu)) == []
     assert "  device        NVIDIA H200 (139.0 GiB)" in report(with_gpu)

@@ -11,20 +11,26 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from aserve.config import Facts, Raw, resolve
+from aserve.config import Facts, Raw, Resolved, resolve
 from aserve.engine_core import LocalExecutor
 from aserve.errors import EngineDead
 from aserve.load import load_executor
-from aserve.messages.requests import AdmitRequest, LoadWeights
+from aserve.messages.requests import AdmitRequest, EngineJob, LoadLora, LoadWeights
 from aserve.parallel.leader import ParallelExecutor
+from aserve.parallel.topology import RankLost
 from aserve.text.load import load_tokenizer
 from aserve.tiny import MODEL_DIR
+from tests.fakes.lora_adapters import Recipe, write_adapter, write_merged
 from tests.fakes.toy_device import TOY
-from tests.gpu.drive import request, serve
+from tests.gpu.drive import request, serve, serve_between
+from tests.parity.picture_models import KINDS, PicturePrompt, random_picture, save_picture_model
 from tools.train_models.folder import MODELS_DIR, complete_folder
 
+FAR = 1000  # more steps than any of these tests takes
+RECIPE = Recipe(6, rank=4, config={"rank_pattern": {"down_proj": 12}})
 STORY = "One day Sam and Mia found a red boat near the lake. fox=3729\n"
 PROMPTS = ["Once upon a time", STORY * 2, STORY * 2 + "They"]
 # Few tokens in a step and few pages: chunks beside decodes, overlap, cache hits and retraction.
@@ -32,12 +38,14 @@ CROWDED: dict[str, Any] = {"page_size": 4, "num_pages": 21, "max_num_batched_tok
 MOVING = {"enable_eplb": True, "eplb_num_redundant_experts": 4, "eplb_step_interval": 5}
 
 
-def loaded(folder: Path = MODEL_DIR, **options: Any) -> LocalExecutor:
+def resolved_of(**options: Any) -> Resolved:
     given = {"dtype": "float64", "num_pages": 60, "max_num_seqs": 4, "device": "cpu", **options}
     words = {name: str(value) for name, value in {**given, "debug_checks": "true"}.items()}
-    return load_executor(
-        resolve(Raw(command_line=words), Facts(default_model=str(MODEL_DIR))), folder
-    )
+    return resolve(Raw(command_line=words), Facts(default_model=str(MODEL_DIR)))
+
+
+def loaded(folder: Path = MODEL_DIR, **options: Any) -> LocalExecutor:
+    return load_executor(resolved_of(**options), folder)
 
 
 def asks(*, is_plain: bool = False) -> list[AdmitRequest]:
@@ -100,21 +108,83 @@ def test_whole_experts_on_ranks_change_no_token(
     assert serve(executor, asked, chaos=3).outputs == one.outputs
 
 
-async def test_the_death_of_a_rank_is_that_of_the_engine_and_new_weights_are_refused() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_rank_encodes_the_pictures(kind: str, tmp_path: Path) -> None:
+    save_picture_model(kind, tmp_path)
+    prompt = PicturePrompt.of(8, random_picture(2, 3), 7)
+    asked = request("pictured", prompt.ids.tolist(), max_tokens=12)
+    asked = msgspec.structs.replace(asked, pictures=prompt.pictures)
+    one = serve(loaded(tmp_path), [asked])
+    two = serve(loaded(tmp_path, tensor_parallel_size=2), [asked])
+    assert two.outputs == one.outputs
+
+
+async def test_ranks_take_adapters_and_new_weights_and_a_rank_that_stops_ends_the_engine(
+    tmp_path: Path,
+) -> None:
+    """All in one engine, because a start takes long. A file that does not fit changes no rank."""
+    adapter = write_adapter(tmp_path / "adapter", RECIPE)
+    merged = write_merged(tmp_path / "merged", adapter, RECIPE)
+    jobs: list[EngineJob] = [
+        LoadLora(1, 1, str(adapter)),
+        LoadWeights(1, str(merged)),
+        LoadWeights(2),
+    ]
+    one = loaded(enable_lora=True, max_lora_rank=16)
+    two = loaded(enable_lora=True, max_lora_rank=16, tensor_parallel_size=2)
+    assert isinstance(two, ParallelExecutor)
+    plain, adapted, replaced, plain_again = await outputs_after(one, jobs)
+    one.close()
+    assert plain == plain_again != adapted
+    assert replaced != plain
+    try:
+        assert await outputs_after(two, jobs) == [plain, adapted, replaced, plain_again]
+        refused = await two.run_job(LoadLora(2, 1, str(tmp_path)))
+        assert refused is not None
+        assert "adapter_config.json" in refused.message
+        assert not two.died.done()
+        [rank] = two.ranks
+        os.kill(rank.process.pid, signal.SIGSTOP)
+        stuck = asyncio.ensure_future(outputs_of(two, slot=0, first_iteration=9 * FAR))
+        async with asyncio.timeout(10):
+            reason = await two.died
+        stuck.cancel()
+    finally:
+        two.close()
+    assert isinstance(reason, RankLost)
+    assert "rank 1, which did not come to a collective in 5 s" in str(reason)
+    assert rank.process.returncode == -signal.SIGKILL
+
+
+async def outputs_after(executor: LocalExecutor, jobs: list[EngineJob]) -> list[object]:
+    """What the executor answers at first, and after each of the jobs. Rows of an adapter's slot are
+    asked after the first one."""
+    executor.start(asyncio.get_running_loop())
+    await executor.warm_up()
+    found: list[object] = [await outputs_of(executor, slot=0, first_iteration=1)]
+    for number, job in enumerate(jobs):
+        assert await executor.run_job(job) is None
+        first = FAR * (number + 1)
+        found.append(await outputs_of(executor, slot=int(number == 0), first_iteration=first))
+    return found
+
+
+async def outputs_of(executor: LocalExecutor, *, slot: int, first_iteration: int) -> object:
+    asked = [msgspec.structs.replace(each, lora_slot=slot) for each in asks(is_plain=True)]
+    served = await serve_between(executor, asked, first_iteration=first_iteration)
+    return served.outputs
+
+
+async def test_a_killed_rank_ends_the_engine_at_once() -> None:
     executor = loaded(tensor_parallel_size=2)
     assert isinstance(executor, ParallelExecutor)
     [rank] = executor.ranks
     executor.start(asyncio.get_running_loop())
-    try:
-        await executor.warm_up()
-        refused = await executor.run_job(LoadWeights(1, str(MODEL_DIR)))
-        assert refused is not None
-        assert not executor.died.done()
-        os.kill(rank.process.pid, signal.SIGKILL)
-        async with asyncio.timeout(10):
-            reason = await executor.died
-    finally:
-        executor.close()
+    os.kill(rank.process.pid, signal.SIGKILL)
+    async with asyncio.timeout(10):
+        reason = await executor.died
+    executor.close()
     assert isinstance(reason, EngineDead)
     assert str(reason) == "rank 1 was ended by SIGKILL"
     assert rank.process.returncode == -signal.SIGKILL

@@ -20,10 +20,10 @@ from torch import Tensor
 from aserve.errors import ConfigError
 from aserve.gpu.layers.grouped_linear import GroupedLinearOp
 from aserve.gpu.layers.linear import LinearOp
-from aserve.gpu.lora.adapter import LoraAdapter, read_adapter
+from aserve.gpu.lora.adapter import LoraAdapter, LoraModule, read_adapter
 from aserve.gpu.sampling.params import RowTables
 from aserve.gpu.weights.checkpoint import listed
-from aserve.gpu.weights.source import WeightSource
+from aserve.gpu.weights.source import WHOLE, Shard, WeightSource
 from aserve_kernels.lora import LoraStack, add_lora_ref
 from aserve_kernels.row_columns import INT_COLUMNS
 
@@ -55,7 +55,7 @@ class LoraTables:
     """`token_slots`, int64 [tokens], are the slots of the current forward's tokens, or None if none
     of them has an adapter. The runner writes them through `bind` before each forward."""
 
-    __slots__ = ("_layers", "max_loras", "max_rank", "ops", "token_slots")
+    __slots__ = ("_layers", "_shard", "max_loras", "max_rank", "ops", "token_slots")
 
     def __init__(self, *, max_loras: int, max_rank: int, ops: LoraOps | None = None) -> None:
         self.max_loras = max_loras
@@ -63,9 +63,11 @@ class LoraTables:
         self.ops = ops or LoraOps()
         self.token_slots: Tensor | None = None
         self._layers: list[tuple[tuple[str, ...], LoraStack]] = []  # with the names of their parts
+        self._shard = WHOLE
 
-    def wrap(self, source: WeightSource) -> WeightSource:
-        """Returns the source of a model whose linear layers add adapters."""
+    def wrap(self, source: WeightSource, shard: Shard = WHOLE) -> WeightSource:
+        """Returns the source of a model, or of a rank's part, whose linear layers add adapters."""
+        self._shard = shard
         return _LoraSource(source, self)
 
     def add_layer(
@@ -94,8 +96,8 @@ class LoraTables:
         self.token_slots = slots if self.ops.has_any(slots) else None
 
     def read(self, directory: Path) -> LoraAdapter:
-        """Reads an adapter and checks that each of its modules fits a layer. It changes nothing, so
-        any thread may call it."""
+        """Reads an adapter and checks that each of its modules fits a layer. Of each module it
+        returns what is of this rank's part. It changes nothing, so any thread may call it."""
         adapter = read_adapter(directory, max_rank=self.max_rank)
         sizes = {
             name: (int(rows), stack.a.shape[3])
@@ -106,12 +108,20 @@ class LoraTables:
             raise ConfigError(f"{directory}: this model takes no adapters for {listed(unknown)}")
         for name, module in adapter.modules.items():
             shape = (len(module.b), module.a.shape[1])
-            if shape != sizes[name]:
+            whole = self._shard.whole_shape(f"{name}.weight", sizes[name])
+            if shape != whole:
                 raise ConfigError(
                     f"{directory}: {name} is for a weight of {shape[0]} x {shape[1]}, but the "
-                    f"model's has {sizes[name][0]} x {sizes[name][1]}"
+                    f"model's has {whole[0]} x {whole[1]}"
                 )
-        return adapter
+        return LoraAdapter(
+            {name: self._part(name, sizes[name], each) for name, each in adapter.modules.items()}
+        )
+
+    def _part(self, name: str, size: tuple[int, int], module: LoraModule) -> LoraModule:
+        """Returns what a weight of `size` takes of the change of the whole weight."""
+        rows, columns = self._shard.part(f"{name}.weight", size)
+        return LoraModule(module.a[:, columns], module.b[rows])
 
     def write(self, slot: int, adapter: LoraAdapter) -> None:
         """Replaces the adapter of a slot. Call it on the executor's stream."""

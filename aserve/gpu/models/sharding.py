@@ -24,6 +24,7 @@ COLUMN_PARALLEL = frozenset(
 )
 KV_HEADS = frozenset({"k_proj", "v_proj"})
 ROW_PARALLEL = frozenset({"o_proj", "down_proj", "w2"})
+ON_EVERY_RANK = ("visual.",)  # the encoder of pictures, which runs once for each of them
 # Fields of the configuration beside `ModelConfig`'s own that are sizes of inner layers.
 EXPERT_SIZE = "moe_intermediate_size"
 INNER_SIZES = (
@@ -76,7 +77,7 @@ def shard_of(config: ModelConfig, shard: Shard) -> Shard:
         axes[f"{HEAD}.weight"] = 0
     num_parts = min(shard.num_ranks, config.num_kv_heads)
     kv_parts = {f"{name}.{kind}": num_parts for name in KV_HEADS for kind in ("weight", "bias")}
-    return dataclasses.replace(shard, axes=axes, num_parts=kv_parts)
+    return dataclasses.replace(shard, axes=axes, num_parts=kv_parts, whole=ON_EVERY_RANK)
 
 
 def check_sharding(whole: Inventory, rank: Inventory, *, num_ranks: int) -> None:

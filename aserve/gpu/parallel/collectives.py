@@ -10,17 +10,21 @@ Groups are objects of the engine that made them, so one process may have several
 from __future__ import annotations
 
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.distributed import FileStore, ProcessGroupGloo  # type: ignore[attr-defined]  # has both
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]  # not exported
+    AllgatherOptions,
+)
 
-from aserve.parallel.topology import Coordinates, RankLost
+from aserve.parallel.topology import Coordinates, Patience, RankLost
 
 LOOPBACK = "127.0.0.1"
 MEET_S = 60.0  # until all ranks have connected
-COLLECTIVE_S = 60.0  # until all ranks have come to a collective
+COLLECTIVE_S = 60.0  # until all ranks have come to an all-to-all
 
 
 class Collectives(Protocol):
@@ -58,18 +62,25 @@ class Alone:
 ALONE = Alone()
 
 
-def collectives_of(place: Coordinates) -> Collectives:
-    """Meets the other ranks."""
-    return ALONE if place.is_alone else GroupCollectives(place)
+def collectives_of(place: Coordinates, patience: Patience) -> Collectives:
+    """Meets the other ranks, which are on this machine. Without numba they meet over gloo."""
+    if place.is_alone:
+        return ALONE
+    if find_spec("numba") is None:
+        return GroupCollectives(place, patience)
+    from aserve.gpu.parallel.shared import SharedCollectives
+
+    return SharedCollectives(place, patience)
 
 
 class GroupCollectives:
     """`Collectives` of one process group. A rank that is lost ends the caller with RankLost."""
 
-    __slots__ = ("_group", "num_ranks", "rank")
+    __slots__ = ("_group", "_patience", "num_ranks", "rank")
 
-    def __init__(self, place: Coordinates) -> None:
+    def __init__(self, place: Coordinates, patience: Patience) -> None:
         self.rank, self.num_ranks = place.rank, place.num_ranks
+        self._patience = patience
         try:
             self._group = cast(_Group, gloo_group(place))
         except RuntimeError as error:
@@ -96,7 +107,9 @@ class GroupCollectives:
             return parts
         own, *every = (t.view(-1).view(torch.uint8) for t in (x.contiguous(), *parts))
         try:
-            self._group.allgather([every], [own]).wait()
+            options = AllgatherOptions()
+            options.timeout = timedelta(seconds=self._patience.seconds)
+            self._group.allgather([every], [own], options).wait()
         except RuntimeError as error:
             raise RankLost(f"rank {self.rank} has lost another rank: {error}") from error
         return parts
@@ -109,7 +122,9 @@ class Work(Protocol):
 class _Group(Protocol):
     """What is used of torch's process groups. Their stubs have no collectives."""
 
-    def allgather(self, every: list[list[Tensor]], own: list[Tensor], /) -> Work: ...
+    def allgather(
+        self, every: list[list[Tensor]], own: list[Tensor], options: AllgatherOptions, /
+    ) -> Work: ...
 
 
 def gloo_group(place: Coordinates, *, name: str = "sums") -> object:

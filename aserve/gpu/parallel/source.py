@@ -18,7 +18,7 @@ from torch import Tensor
 from aserve.errors import ConfigError
 from aserve.gpu.layers.grouped_linear import GroupedLinearOp, Groups
 from aserve.gpu.layers.linear import LinearOp
-from aserve.gpu.models.sharding import HEAD, ROW_PARALLEL, can_divide
+from aserve.gpu.models.sharding import HEAD, ON_EVERY_RANK, ROW_PARALLEL, can_divide
 from aserve.gpu.parallel.collectives import Collectives
 from aserve.gpu.weights.source import ExpertPart, Shard, Target, WeightSource
 
@@ -185,4 +185,5 @@ def for_rank(
 
 
 def _module(name: str) -> str:
-    return name.rpartition(".")[2]
+    """The last component, by which the tables are kept; none of them has the empty one."""
+    return "" if name.startswith(ON_EVERY_RANK) else name.rpartition(".")[2]

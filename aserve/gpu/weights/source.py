@@ -155,13 +155,15 @@ class Shard:
     it is divided into `num_ranks` equal parts. A tensor without an entry is held whole by every
     rank. Where `num_parts` has an entry for a tensor, it is divided into as many parts, of which
     neighbouring ranks share one (KV heads fewer than ranks). With `experts`, a device has some of
-    the experts, and these and the shared ones are whole.
+    the experts, and these and the shared ones are whole. Tensors whose names begin with one of
+    `whole` are not divided, whatever `axes` says.
     """
 
     rank: int = 0
     num_ranks: int = 1
     axes: Mapping[str, int] = field(default_factory=dict)
     num_parts: Mapping[str, int] = field(default_factory=dict)
+    whole: tuple[str, ...] = ()
     experts: ExpertPart | None = None
 
     def held_experts(self, num_experts: int) -> tuple[int, ...]:
@@ -188,7 +190,9 @@ class Shard:
         return tuple(slice(i * n, (i + 1) * n) for i, n in zip(numbers, shape, strict=True))
 
     def _axis(self, name: str) -> int | None:
-        return None if self.is_whole_expert(name) else self.axes.get(_last_two(name))
+        if self.is_whole_expert(name) or name.startswith(self.whole):
+            return None
+        return self.axes.get(_last_two(name))
 
     def _count(self, name: str) -> int:
         return self.num_parts.get(_last_two(name), self.num_ranks)
@@ -207,9 +211,10 @@ def expert_parts(name: str, parts: Mapping[str, int], expert: int) -> dict[str, 
 
 
 WrapSource: TypeAlias = Callable[[WeightSource], WeightSource]
+WrapPart: TypeAlias = Callable[[WeightSource, Shard], WeightSource]
 
 
-def unwrapped(source: WeightSource) -> WeightSource:
+def unwrapped(source: WeightSource, _shard: Shard = WHOLE) -> WeightSource:
     return source
 
 
@@ -228,11 +233,11 @@ class Target:
     elementwise: Elementwise = PLAIN
     shard: Shard = WHOLE
     divide: WrapSource = unwrapped  # adds the collectives of a rank
-    wrap: WrapSource = unwrapped  # adds something to every layer, such as LoRA adapters
+    wrap: WrapPart = unwrapped  # adds something to every layer's part, such as LoRA adapters
 
     def wrapped(self, source: WeightSource) -> WeightSource:
         """Returns the source that a model of this target is built from."""
-        return self.wrap(self.divide(source))
+        return self.divide(self.wrap(source, self.shard))
 
     def check_room(self, size_bytes: int, dtype: torch.dtype) -> None:
         """Refuses weights that are larger than the free memory, before any is read."""

@@ -1,0 +1,172 @@
+"""The collectives of ranks of one machine: each writes its part to memory that all of them map.
+
+A collective takes one meeting (aserve_kernels/cpu/rendezvous.py). Each rank has two buffers that it
+uses in turns. It writes to one of them again two collectives later, and by then all ranks have come
+to the collective between, so they have read what it held. Longer tensors travel in pieces.
+
+Each rank holds a lock on a file of its own, which the kernel frees when its process ends. So the
+others hear of a death at once. For a rank that lives and does not come they wait as long as their
+`Patience` says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aserve.errors import ConfigError
+from aserve.parallel.topology import Coordinates, Patience, RankLost
+from aserve_kernels.cpu.rendezvous import FLAGS_PER_LINE, meet
+
+BUFFER_BYTES = 1 << 19  # 128 rows of 1,024 elements in float32
+LOOKS = 2_000  # at a flag before the core is given away, about 60 us
+YIELD_S = 0.002  # for which a core is given away and taken back, before a rank sleeps between looks
+SLEEP_S = 0.0002
+MEET_S = 60.0  # for the others to meet this rank at first
+DEATH_CHECK_S = 0.05
+
+
+class SharedCollectives:
+    """`Collectives` over shared memory. A rank that is lost ends the caller with RankLost."""
+
+    def __init__(self, place: Coordinates, patience: Patience) -> None:
+        """Meets the other ranks. Raises ConfigError if there is no memory to share."""
+        self.rank, self.num_ranks = place.rank, place.num_ranks
+        self._patience = Patience(MEET_S)
+        self._number = 0  # of collectives so far
+        self._locks = _Locks(place)
+        memory = _shared_memory(Path(f"{place.store}.memory"), self._num_bytes)
+        words = FLAGS_PER_LINE * self.num_ranks
+        self._flags = np.frombuffer(memory, np.int64, words).reshape(-1, FLAGS_PER_LINE)
+        shape = (2, self.num_ranks, BUFFER_BYTES)
+        bytes_ = torch.frombuffer(memory, dtype=torch.uint8, offset=self._flags.nbytes)
+        self._buffers = bytes_.view(shape)
+        self._meet()
+        self._locks.watch()
+        self._patience = patience
+
+    @property
+    def _num_bytes(self) -> int:
+        return 8 * FLAGS_PER_LINE * self.num_ranks + 2 * self.num_ranks * BUFFER_BYTES
+
+    def sum(self, x: Tensor) -> Tensor:
+        parts = self._gather(x)
+        total = parts[0] + parts[1]
+        for part in parts[2:]:
+            total += part
+        return total
+
+    def concat(self, x: Tensor) -> Tensor:
+        return torch.cat(tuple(self._gather(x)), dim=-1)
+
+    def least(self, number: int) -> int:
+        return int(self._gather(torch.tensor([number], dtype=torch.int64)).min())
+
+    def _gather(self, x: Tensor) -> Tensor:
+        """Returns the ranks' tensors, [ranks, *x.shape], which hold until the next call."""
+        own = x.contiguous().view(-1).view(torch.uint8)
+        if len(own) <= BUFFER_BYTES:
+            return self._exchange(own).view(x.dtype).view(self.num_ranks, *x.shape)
+        every = x.new_empty((self.num_ranks, *x.shape))
+        places = every.view(self.num_ranks, -1).view(torch.uint8)
+        for start in range(0, len(own), BUFFER_BYTES):
+            piece = slice(start, start + BUFFER_BYTES)
+            places[:, piece] = self._exchange(own[piece])
+        return every
+
+    def _exchange(self, own: Tensor) -> Tensor:
+        """own uint8 [n], at most BUFFER_BYTES -> a view of all ranks' bytes, uint8 [ranks, n]."""
+        buffers = self._buffers[self._number & 1, :, : len(own)]
+        buffers[self.rank].copy_(own)
+        self._meet()
+        return buffers
+
+    def _meet(self) -> None:
+        self._number += 1
+        if not meet(self._flags, self.rank, self._number, LOOKS):
+            self._wait()
+
+    def _wait(self) -> None:
+        """Waits for ranks that are late. Raises RankLost."""
+        began_s = checked_s = time.monotonic()
+        while not meet(self._flags, self.rank, self._number, LOOKS):
+            now_s = time.monotonic()
+            if now_s - began_s < YIELD_S:
+                os.sched_yield()
+                continue
+            if now_s - checked_s > DEATH_CHECK_S:
+                checked_s = now_s
+                self._check(now_s - began_s)
+            # NOTE: memory tells nobody that it was written, so there is no event to wait for.
+            threading.Event().wait(SLEEP_S)
+
+    def _check(self, waited_s: float) -> None:
+        late = [rank for rank, flag in enumerate(self._flags[:, 0]) if flag < self._number]
+        for rank in late:
+            if self._locks.is_free(rank):
+                raise RankLost(f"rank {self.rank} has lost rank {rank}, which has ended")
+        if late and waited_s > self._patience.seconds:
+            raise RankLost(
+                f"rank {self.rank} has lost rank {late[0]}, which did not come to a collective in "
+                f"{self._patience.seconds:.0f} s"
+            )
+
+
+class _Locks:
+    """A locked file for each rank. A lock is that of an open file, so ranks may also be threads of
+    one process, and it goes with the process or the object."""
+
+    def __init__(self, place: Coordinates) -> None:
+        self._paths = [f"{place.store}.{n}" for n in range(place.num_ranks)]
+        self._files = {place.rank: FileIO(self._paths[place.rank], "w")}
+        fcntl.flock(self._files[place.rank], fcntl.LOCK_EX)
+
+    def watch(self) -> None:
+        """Opens the files of the others, once all ranks have locked theirs."""
+        for rank, path in enumerate(self._paths):
+            if rank not in self._files:
+                self._files[rank] = FileIO(path)
+
+    def is_free(self, rank: int) -> bool:
+        """Returns whether a rank that has met the others has ended."""
+        if rank not in self._files:
+            return False
+        try:
+            fcntl.flock(self._files[rank], fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def _shared_memory(path: Path, num_bytes: int) -> mmap.mmap:
+    """Maps a file of zeros, which the first rank that comes makes. Its memory is reserved, because
+    memory that is missing later would end the process."""
+    with _opened(path) as fd:
+        try:
+            os.posix_fallocate(fd, 0, num_bytes)
+            return mmap.mmap(fd, num_bytes)
+        except OSError as error:
+            raise ConfigError(
+                f"the ranks need {num_bytes >> 20} MiB of shared memory in {path.parent}: {error}",
+                param="tensor_parallel_size",
+            ) from None
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        yield fd
+    finally:
+        os.close(fd)

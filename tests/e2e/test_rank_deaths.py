@@ -1,0 +1,75 @@
+"""kill -9 of each rank at random moments under 32 streams: all ranks are started again, and each
+stream goes on with the very same answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import signal
+import time
+
+import aiohttp
+import pytest
+
+from aserve.host.threads import in_thread
+from tests.e2e.server_process import ServerProcess
+from tests.e2e.test_engine_restarts import IS_LARGE, Crowd
+
+logger = logging.getLogger(__name__)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+NUM_STREAMS = 32
+NUM_RANKS = 2
+NUM_KILLS = 100 if IS_LARGE else 3
+KILLS_PER_CROWD = 2  # a request with which the engine dies a third time in a row is ended
+
+
+async def test_killed_ranks_change_nothing_of_32_streams() -> None:
+    rng = random.Random(int(os.environ.get("ASERVE_TEST_SEED", "0")))
+    took_s: list[float] = []
+    options = ("--dtype", "float64", "--processes", "2", "--max-engine-restarts", "1000")
+    ranks = ("-tp", str(NUM_RANKS), "--grammar-workers", "1")
+    with ServerProcess(*options, *ranks) as server:
+        async with aiohttp.ClientSession(server.address) as client:
+            crowd = Crowd(client)
+            whole = await asyncio.gather(*map(crowd.ask, range(NUM_STREAMS)))
+            quarter = crowd.num_events // 4
+            while len(took_s) < NUM_KILLS:
+                crowd = Crowd(client)
+                answers = asyncio.gather(*map(crowd.ask, range(NUM_STREAMS)))
+                for part in range(min(KILLS_PER_CROWD, NUM_KILLS - len(took_s))):
+                    await crowd.until_events(part * quarter + rng.randrange(quarter))
+                    took_s.append(await killed(server, crowd, rank=1 - len(took_s) % NUM_RANKS))
+                assert await answers == whole
+        assert server.metric("aserve_engine_restarts_total") == len(took_s)
+        received = server.metric("aserve_requests_received_total")
+        assert received == server.metric("aserve_requests_ended_total")
+        assert server.metric("aserve_requests_in_flight") == 0
+        code, _ = server.end()
+    assert code == 0, server.text
+    assert "Traceback" not in server.text
+    took_s.sort()
+    logger.info("recovery: median %.2f s, longest %.2f s", took_s[len(took_s) // 2], took_s[-1])
+
+
+async def killed(server: ServerProcess, crowd: Crowd, *, rank: int) -> float:
+    """Kills a rank. Returns after how many seconds the streams went on with another engine."""
+    pids = server.rank_pids
+    assert len(pids) == NUM_RANKS
+    began_s = time.monotonic()
+    os.kill(pids[rank], signal.SIGKILL)
+    # The old engine's last messages are read long before a new one has its ranks.
+    await in_thread(lambda: wait_for_ranks(server, besides=set(pids)), name="wait")
+    await crowd.until_events(crowd.num_events + 1)
+    return time.monotonic() - began_s
+
+
+def wait_for_ranks(server: ServerProcess, *, besides: set[int]) -> None:
+    ends_s = time.monotonic() + 60
+    while len(set(server.rank_pids) - besides - {server.process.pid}) < NUM_RANKS:
+        assert time.monotonic() < ends_s, server.text
+        time.sleep(0.02)

@@ -1,0 +1,127 @@
+"""Random traces on two ranks: each request gets the tokens of one rank, whatever runs beside it.
+
+The second rank is a thread here, so that a trace takes no start of a process. It runs the loop of a
+rank's process over a real socket, and both sum in shared memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any, cast
+
+import pytest
+
+from aserve.config import Resolved
+from aserve.engine_core import LocalExecutor
+from aserve.frames import FrameSplitter
+from aserve.load import load_rank
+from aserve.messages.requests import AdmitRequest
+from aserve.parallel.leader import ParallelExecutor
+from aserve.parallel.processes import RankProcess
+from aserve.parallel.rank import Follower
+from aserve.parallel.topology import Coordinates, Patience
+from aserve.progress import ignore_stage
+from aserve.text.load import load_tokenizer
+from aserve.tiny import MODEL_DIR
+from tests.fakes.toy_device import TOY
+from tests.gpu.drive import request, serve
+from tests.parallel.test_ranks import STORY, loaded, resolved_of
+
+FIRST_SEED = int(os.environ.get("ASERVE_TEST_SEED", "0"))
+IS_LARGE = os.environ.get("ASERVE_TEST_PROFILE") == "large"
+NUM_TRACES = 200 if IS_LARGE else 3
+DRAFTERS = ("", "NGRAM", "EAGLE3")
+
+
+class RankThread(RankProcess):
+    """A rank in a thread of this process."""
+
+    def __init__(self, number: int, executor: LocalExecutor, patience: Patience) -> None:
+        self.number = number
+        self.socket, theirs = socket.socketpair()
+        self._stream = cast(IO[bytes], self.socket.makefile("rwb"))
+        self._splitter = FrameSplitter()
+        follower = Follower(executor, theirs, patience)
+
+        def run() -> None:
+            with theirs:
+                asyncio.run(follower.run())
+
+        self._thread = threading.Thread(target=run)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stream.close()
+        self.socket.close()
+        self._thread.join()
+
+
+def joined(resolved: Resolved, store: Path) -> ParallelExecutor:
+    patience = Patience()
+
+    def load(rank: int) -> LocalExecutor:
+        place = Coordinates(rank, 2, store=str(store))
+        return load_rank(
+            resolved, MODEL_DIR, lambda: place, patience=patience, on_stage=ignore_stage
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        own, other = pool.map(load, range(2))
+    return ParallelExecutor(own, [RankThread(1, other, patience)], patience)
+
+
+def options_of(rng: random.Random, drafter: str) -> dict[str, Any]:
+    page_size = rng.choice([1, 4, 16])
+    lead = rng.randint(1, 3)
+    options = {
+        "page_size": page_size,
+        "num_pages": 2 + -(-110 // page_size) + rng.choice([0, 1, 200]),
+        "max_num_seqs": rng.randint(1, 5),
+        "max_num_batched_tokens": rng.choice([9, 24, 64]),
+        "overlap_depth": lead + rng.randint(0, 1),
+        "overlap_lead": lead,
+        "no_prefix_cache": rng.choice(["true", "false"]),
+    }
+    return options | ({"speculative_algorithm": drafter} if drafter else {})
+
+
+def requests_of(rng: random.Random) -> list[AdmitRequest]:
+    stem = [1, *load_tokenizer(MODEL_DIR).encode(STORY * 2, with_special=False)]
+    return [
+        request(
+            f"r{number}",
+            [*stem[: rng.randint(1, 60)], rng.randrange(3, 200)],
+            seed=rng.randrange(1 << 40),
+            temperature=rng.choice([0.0, 0.8]),
+            top_k=rng.choice([0, 20]),
+            top_p=rng.choice([1.0, 0.8]),
+            min_p=rng.choice([0.0, 0.05]),
+            frequency_penalty=rng.choice([0.0, 0.7]),
+            repetition_penalty=rng.choice([1.0, 1.2]),
+            logprobs=rng.choice([None, 2]),
+            max_tokens=rng.randint(1, 24),
+            n=rng.choice([1, 1, 2]),
+            grammar=rng.choice([None, None, TOY]),
+        )
+        for number in range(rng.randint(2, 6))
+    ]
+
+
+@pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + NUM_TRACES))
+def test_any_trace_gives_the_tokens_of_one_rank(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    options, asked = options_of(rng, DRAFTERS[seed % len(DRAFTERS)]), requests_of(rng)
+    one = serve(loaded(num_pages=2000, page_size=1), asked)
+    executor = joined(resolved_of(tensor_parallel_size=2, **options), tmp_path / "store")
+    two = serve(executor, asked, chaos=seed)
+    assert two.outputs == one.outputs
+    assert two.reasons == one.reasons
+    assert two.logprobs.keys() == one.logprobs.keys()
+    for key, logprobs in one.logprobs.items():
+        assert two.logprobs[key] == pytest.approx(logprobs, abs=1e-6)
