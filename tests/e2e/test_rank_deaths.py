@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 NUM_STREAMS = 32
 NUM_RANKS = 2
-NUM_KILLS = 100 if IS_LARGE else 3
+NUM_KILLS = 100 if IS_LARGE else 1
 KILLS_PER_CROWD = 2  # a request with which the engine dies a third time in a row is ended
 
 

@@ -25,7 +25,7 @@ from aserve.gpu.parallel.exchange import GroupExchange, all_to_all_of
 from aserve.gpu.parallel.experts import MAX_LOW_LATENCY_TOKENS, ExpertRanks, expert_ranks
 from aserve.gpu.parallel.source import for_rank
 from aserve.gpu.weights.source import HOST, ExpertPart
-from aserve.parallel.topology import Coordinates
+from aserve.parallel.topology import Coordinates, Patience
 from aserve.tiny import MODEL_DIR
 from tests.load_model import load_model
 
@@ -83,7 +83,7 @@ def test_ranks_compute_what_one_with_all_experts_does(
     expected = [oracle(x) for x in xs]
 
     def run(place: Coordinates) -> list[Tensor]:
-        ranks = GroupCollectives(place)
+        ranks = GroupCollectives(place, Patience())
         part = ExpertPart(place.rank, num_ranks)
         experts = expert_ranks(place, ranks, part, backend=backend, is_divided=False)
         [mlp] = expert_layers(load(tmp_path / f"rank{place.rank}", experts))
@@ -111,7 +111,7 @@ def test_experts_move_with_the_load_and_compute_the_same(backend: str, tmp_path:
     expected = [oracle(x) for x in xs]
 
     def run(place: Coordinates) -> tuple[list[Tensor], list[tuple[int, ...]]]:
-        ranks, part = GroupCollectives(place), ExpertPart(place.rank, 4, 4)
+        ranks, part = GroupCollectives(place, Patience()), ExpertPart(place.rank, 4, 4)
         experts = expert_ranks(place, ranks, part, backend=backend, is_divided=False, interval=3)
         [mlp] = expert_layers(load(tmp_path / f"rank{place.rank}", experts))
         assert isinstance(mlp.dispatcher, BalancedDispatcher)
