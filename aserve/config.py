@@ -7,6 +7,7 @@ pages) are chosen later, where both are known.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -390,6 +391,12 @@ class MachineOptions:
         "ranks among which the heads and inner elements of each layer are divided: processes on "
         "the CPU",
         Limits(low=1, high=64, aliases=("tp-size", "tp")),
+    )
+    pipeline_parallel_size: int = option(
+        1,
+        "stages among which the layers are divided, each with the ranks of "
+        "--tensor-parallel-size; as many steps are in flight",
+        Limits(low=1, high=64, aliases=("pp-size", "pp")),
     )
 
 
@@ -888,19 +895,11 @@ def resolve(raw: Raw, facts: Facts) -> Resolved:
     over the defaults. Raises ConfigError with the option, its value and its source.
     """
     values = _merged(raw)
-    scheduler = _build(SchedulerOptions, values)
-    depth = scheduler.overlap_depth
-    if scheduler.overlap_lead > depth:
-        # WHY: --overlap-depth 1 alone turns overlap off, so a lead that was not given follows it.
-        if "overlap_lead" in values:
-            raise ConfigError(
-                f"--overlap-lead {scheduler.overlap_lead} is larger than --overlap-depth {depth}: "
-                "a sequence cannot have more steps in flight than there are"
-            )
-        scheduler = _build(SchedulerOptions, values | {"overlap_lead": depth})
+    machine = _build(MachineOptions, values)
+    scheduler = _overlap(values, num_stages=machine.pipeline_parallel_size)
     server = _build(ServerOptions, values)
     _check_processes(server)
-    machine, experts = _build(MachineOptions, values), _build(ExpertOptions, values)
+    experts = _build(ExpertOptions, values)
     _check_ranks(machine, experts)
     model = _build(ModelOptions, values)
     source = model.model or facts.default_model
@@ -951,6 +950,29 @@ def _check_ranks(machine: MachineOptions, experts: ExpertOptions) -> None:
             "--enable-expert-parallel divides experts among the ranks of --tensor-parallel-size; "
             "give that, or --expert-parallel-size alone"
         )
+
+
+def _overlap(values: Mapping[str, object], *, num_stages: int) -> SchedulerOptions:
+    """WHY: --overlap-depth 1 alone turns overlap off, so a lead that was not given follows it. A
+    pipeline has a step in each stage, and a row in one of them."""
+    found = _build(SchedulerOptions, values)
+    depth, lead = found.overlap_depth, found.overlap_lead
+    if num_stages > 1:
+        depth = depth if "overlap_depth" in values else num_stages
+        lead = lead if "overlap_lead" in values else 1
+        if lead > 1:
+            raise ConfigError(
+                f"--overlap-lead {lead} and --pipeline-parallel-size {num_stages}: the tokens of a "
+                "step are known in the last stage alone, so the lead is 1"
+            )
+    if lead > depth:
+        if "overlap_lead" in values:
+            raise ConfigError(
+                f"--overlap-lead {lead} is larger than --overlap-depth {depth}: "
+                "a sequence cannot have more steps in flight than there are"
+            )
+        lead = depth
+    return dataclasses.replace(found, overlap_depth=depth, overlap_lead=lead)
 
 
 def _check_processes(server: ServerOptions) -> None:

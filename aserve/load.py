@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from aserve.gpu.executor import TorchExecutor
     from aserve.gpu.hisparse.config import HiSparseConfig
     from aserve.gpu.parallel.experts import ExpertRanks
+    from aserve.gpu.parallel.stages import Pipeline
     from aserve.gpu.spec.request import SpecOptions
 
 
@@ -94,7 +95,7 @@ def load_executor(
 ) -> LocalExecutor:
     """Loads the executor for `--device`. It takes as long as loading the weights takes."""
     load_named = executors.get(resolved.machine.device)
-    is_alone = resolved.num_ranks == 1
+    is_alone = resolved.num_ranks * resolved.machine.pipeline_parallel_size == 1
     if load_named is not None:
         if not is_alone:
             raise ConfigError(
@@ -119,8 +120,9 @@ def load_rank(
     with _progress_of("weights", "loading weights", on_stage) as on_progress:
         options = build_options(resolved, model_dir)
         place = meet()
-        options = dataclasses.replace(options, ranks=collectives_of(place, patience))
-        options = dataclasses.replace(options, experts=_expert_ranks(resolved, place, options))
+        own, ranks = place.in_stage, collectives_of(place.in_stage, patience)
+        options = dataclasses.replace(options, ranks=ranks, pipeline=_pipeline(place, patience))
+        options = dataclasses.replace(options, experts=_expert_ranks(resolved, own, options))
         executor = build_executor(options, on_progress=on_progress)
     if resolved.graphs.cuda_graph_capture == "eager":
         with _progress_of("graphs", "capturing graphs", on_stage) as on_progress:
@@ -194,6 +196,19 @@ def _expert_ranks(
         is_divided=resolved.machine.tensor_parallel_size > 1,
         interval=asked.eplb_step_interval if asked.enable_eplb else None,
     )
+
+
+def _pipeline(place: Coordinates, patience: Patience) -> Pipeline:
+    from aserve.gpu.parallel.collectives import collectives_of
+    from aserve.gpu.parallel.pipe import open_pipe
+    from aserve.gpu.parallel.stages import UNDIVIDED, Pipeline
+    from aserve.gpu.weights.source import Stage
+
+    count = place.num_stages
+    if count == 1:
+        return UNDIVIDED
+    world = collectives_of(place.among_all, patience)
+    return Pipeline(Stage(place.stage, count), open_pipe(place), world)
 
 
 def _hisparse(resolved: Resolved) -> HiSparseConfig | None:

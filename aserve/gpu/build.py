@@ -49,6 +49,7 @@ from aserve.gpu.moe.two_batches import two_batches
 from aserve.gpu.parallel.collectives import ALONE, Collectives
 from aserve.gpu.parallel.experts import ExpertRanks
 from aserve.gpu.parallel.source import for_rank
+from aserve.gpu.parallel.stages import UNDIVIDED, Pipeline, groups_of
 from aserve.gpu.runner import DraftParts, ModelRunner, RunnerParts
 from aserve.gpu.sampling.params import RowTables
 from aserve.gpu.spec.mode import Speculative
@@ -102,6 +103,12 @@ class BuildOptions:
     threads: int | None = None  # of torch; None: as many as the model benefits from
     ranks: Collectives = ALONE  # among which the model is divided
     experts: ExpertRanks | None = None  # divides the experts whole; None: like other layers
+    pipeline: Pipeline = UNDIVIDED
+
+    @property
+    def num_ranks(self) -> int:
+        """The processes of the engine, which share the machine."""
+        return self.ranks.num_ranks * self.pipeline.stage.count
 
 
 def build_executor(
@@ -145,9 +152,7 @@ def build_on(
     )
     torch.set_num_threads(
         options.threads
-        or max(
-            1, min(form.max_threads or DEFAULT_THREADS, DEFAULT_THREADS) // options.ranks.num_ranks
-        )
+        or max(1, min(form.max_threads or DEFAULT_THREADS, DEFAULT_THREADS) // options.num_ranks)
     )
     is_dummy = options.load_format == "dummy"
     ops = device.ops(form.dtype, is_deterministic=options.deterministic)
@@ -161,7 +166,7 @@ def build_on(
         target = dataclasses.replace(target, wrap=loras.wrap)
     with names_the_option("the model does not fit; free memory of the device"):
         plan = LoadPlan(form.dtype, options.max_model_len, is_dummy, target, on_progress)
-        model = loader.load(plan)
+        model = options.pipeline.part_of(loader.load(plan))
     if options.experts is not None:
         options.experts.place_experts(model)
     random = "random weights, " if is_dummy else ""
@@ -175,20 +180,21 @@ def build_on(
             "--enable-two-batch-overlap": options.two_batches,
         },
     )
-    if options.speculative is not None:
+    speculative = options.pipeline.drafts(options.speculative)
+    if speculative is not None:
         _refuse_drafts(model)
-        loaded = ALGORITHMS[options.speculative.algorithm](
-            DraftRequest(options.speculative, model, plan, ops, target_dir=options.model_dir)
+        loaded = ALGORITHMS[speculative.algorithm](
+            DraftRequest(speculative, model, plan, ops, target_dir=options.model_dir)
         )
         drafter = loaded.model
-        verification = _verification(options.speculative, loaded, vocab_size=model.vocab_size)
+        verification = _verification(speculative, loaded, vocab_size=model.vocab_size)
         mode = verifying(loaded.drafter, ops.suffix_match, loaded.fuse, verification)
-        about = f"{about}, {options.speculative.algorithm} drafts {loaded.about}"
+        about = f"{about}, {speculative.algorithm} drafts {loaded.about}"
         if verification is not None:
-            about += f", {options.speculative.verification} verification"
+            about += f", {speculative.verification} verification"
     if mode is None and options.decode == PLAIN:
         mode = Predicted(None, ops.suffix_match)
-    mode = mode or MODES[options.decode]()
+    mode = options.pipeline.mode_of(mode or MODES[options.decode](), model)
     max_mixed_prefill_tokens = options.max_mixed_prefill_tokens or form.max_mixed_prefill_tokens
     options = dataclasses.replace(options, max_mixed_prefill_tokens=max_mixed_prefill_tokens)
     live_loader = LiveLoader(model, loras, model_reader(loader, plan))
@@ -211,8 +217,15 @@ def _target(device: Device, options: BuildOptions, form: WeightFormat, ops: Devi
         "--dllm-algorithm": options.denoising,
     }
     if options.experts is None:
-        return for_rank(target, options.ranks, beside=unsupported)
-    return for_rank(target, options.experts.dense, beside=unsupported, experts=options.experts.part)
+        target = for_rank(target, options.ranks, beside=unsupported)
+    else:
+        experts = options.experts
+        target = for_rank(target, experts.dense, beside=unsupported, experts=experts.part)
+    one_stage = {
+        "--expert-parallel-size": options.experts is not None,
+        "--enable-two-batch-overlap": options.two_batches,
+    }
+    return options.pipeline.target(target, beside=unsupported | one_stage)
 
 
 def _verification(
@@ -263,14 +276,14 @@ def assemble(
     live_loader = live_loader or LiveLoader(model)
     ops = device.ops(model.dtype, is_deterministic=options.deterministic)
     pooled = model if isinstance(model, PooledModel) else generating(model)
-    groups, loras = group_layers(model.layers), live_loader.loras
+    groups, loras = groups_of(model), live_loader.loras
     parts = _Parts(pooled.backbone, groups, mode, device, ops, options, pooled, drafter, loras)
     num_pages, budget_bytes = options.num_pages, 0
     if num_pages is None:
         run_largest = functools.partial(_run_largest, parts)
         budget_bytes = device.kv_bytes(run_largest, share=options.memory_share)
         # All ranks have the same pages, in the memory of one machine.
-        budget_bytes = options.ranks.least(budget_bytes // options.ranks.num_ranks)
+        budget_bytes = options.ranks.least(budget_bytes // options.num_ranks)
     what = "the KV does not fit beside the model; lower --num-pages or --gpu-memory-utilization"
     with device.stream(), names_the_option(what):
         made = _make(parts, num_pages=num_pages, budget_bytes=budget_bytes)
@@ -511,7 +524,7 @@ def _plan_spec(
         budget_bytes=budget_bytes,
         may_shorten=options.max_model_len is None,
     )
-    return in_blocks(spec)
+    return in_blocks(options.pipeline.agreed(spec))
 
 
 def _layout(parts: _Parts, group: LayerGroup, kv_dtype: torch.dtype) -> GroupLayout:

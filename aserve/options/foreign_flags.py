@@ -87,7 +87,6 @@ def read_structured_outputs_config(value: str) -> Settings:
 ONE = {"1": NOTHING}
 ONE_DEVICE = "aserve runs a model on one device"
 FOREIGN_FLAGS = (
-    ForeignFlag(("pipeline-parallel-size", "pp-size", "pp"), ONE_DEVICE, ONE),
     ForeignFlag(("nnodes",), ONE_DEVICE, ONE),
     ForeignFlag(
         ("tokenizer", "tokenizer-path"), "the tokenizer is that of the model's directory; use MODEL"

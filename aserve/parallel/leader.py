@@ -52,7 +52,8 @@ def load_ranks(
         def meet() -> Coordinates:
             for rank in ranks:
                 rank.expect(RankUp, timeout_s=UP_S)
-            return Coordinates(0, len(ranks) + 1, str(store))
+            num_stages = resolved.machine.pipeline_parallel_size
+            return Coordinates(0, resolved.num_ranks, str(store), num_stages)
 
         own = _built(lambda: build(meet), ranks)
         num_pages = tuple(group.num_pages for group in own.spec.groups)

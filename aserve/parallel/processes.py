@@ -108,11 +108,12 @@ def rank_processes(
     resolved: Resolved, model_dir: Path, store: Path
 ) -> Iterator[tuple[RankProcess, ...]]:
     """Starts all ranks but the first one. It ends them if the block raises, and only then."""
-    size = resolved.num_ranks
+    num_stages = resolved.machine.pipeline_parallel_size
+    first = Coordinates(0, resolved.num_ranks, str(store), num_stages)
     with contextlib.ExitStack() as undo:
         ranks = []
-        for number in range(1, size):
-            place = Coordinates(number, size, str(store))
+        for number in range(1, first.num_processes):
+            place = msgspec.structs.replace(first, rank=number)
             rank = RankProcess(StartRank(resolved, str(model_dir), os.getcwd(), place))
             undo.callback(rank.close)
             ranks.append(rank)

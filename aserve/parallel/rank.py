@@ -24,6 +24,8 @@ from aserve.host.environment import collect_rarely, prepare_process, set_up_coll
 from aserve.host.logs import start_logging
 from aserve.host.threads import in_thread, new_event_loop
 from aserve.load import load_rank
+from aserve.messages.executor import Ticket
+from aserve.messages.results import StepFailed
 from aserve.messages.step import Launch, Resync, Sample
 from aserve.parallel.topology import (
     Coordinates,
@@ -62,7 +64,7 @@ def main() -> int:
         return 1
     set_up_collector()
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        return runner.run(Follower(executor, sock, patience).run())
+        return runner.run(Follower(executor, sock, start.coordinates, patience).run())
 
 
 def _loaded(start: StartRank, stream: IO[bytes], patience: Patience) -> LocalExecutor | None:
@@ -97,12 +99,16 @@ def _loaded(start: StartRank, stream: IO[bytes], patience: Patience) -> LocalExe
 class Follower:
     """Runs what rank 0 sends. The results of steps are those of rank 0, so nobody reads them."""
 
-    def __init__(self, executor: LocalExecutor, sock: socket.socket, patience: Patience) -> None:
+    def __init__(
+        self, executor: LocalExecutor, sock: socket.socket, place: Coordinates, patience: Patience
+    ) -> None:
         self._executor = executor
+        self._samples = place.is_last_stage
         self._patience = patience
         self._socket = sock
         self._splitter = FrameSplitter()
         self._decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+        self._launched: asyncio.Queue[Ticket] = asyncio.Queue()
         self._ended = asyncio.Event()
         self._code = 0
         self._tasks: asyncio.TaskGroup
@@ -115,7 +121,9 @@ class Follower:
         self._socket.setblocking(False)
         loop.add_reader(self._socket, self._read)
         async with asyncio.TaskGroup() as self._tasks:
+            watch = self._tasks.create_task(self._watch())
             await self._ended.wait()
+            watch.cancel()
         loop.remove_reader(self._socket)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
@@ -135,9 +143,10 @@ class Follower:
     def _run(self, message: ToRank) -> None:
         match message:
             case Launch():
-                self._executor.launch(*message.batches)
+                self._launched.put_nowait(self._executor.launch(*message.batches))
             case Sample():
-                self._executor.sample(message)
+                if self._samples:
+                    self._executor.sample(message)
             case Resync():
                 self._executor.resync(message)
             case WarmUp():
@@ -158,6 +167,16 @@ class Follower:
     async def _warm_up(self) -> None:
         await self._executor.warm_up()
         self._patience.serve()
+
+    async def _watch(self) -> None:
+        """Ends the rank if a step fails before the last stage, which would await it in vain. One
+        that fails in the last stage fails on rank 0 as well, which tells the scheduler."""
+        while True:
+            outcome = await (await self._launched.get())
+            if isinstance(outcome, StepFailed) and not self._samples:
+                logger.error("the rank ends: step %d: %s", outcome.iteration, outcome.error.message)
+                self._code = 1
+                self._ended.set()
 
     def _on_death(self, died: asyncio.Future[BaseException]) -> None:
         if not died.cancelled():

@@ -24,17 +24,43 @@ SHARED_FOLDER = "/dev/shm"  # files in it are memory
 class Coordinates(msgspec.Struct, frozen=True):
     """The place of a rank among all of them, and the file in which they find each other.
 
-    There is one axis now, of the ranks among which heads, experts or both are divided. It stays the
-    innermost one, so that the ranks that talk most are neighbours.
+    A pipeline has stages, and each stage has the ranks among which heads, experts or both are
+    divided. Their axis is the innermost one, so that the ranks that talk most are neighbours. The
+    stages count down: rank 0, which has the scheduler, is in the last stage, where tokens are
+    sampled, so no result travels.
     """
 
     rank: int = 0
-    num_ranks: int = 1
+    num_ranks: int = 1  # of a stage
     store: str = ""
+    num_stages: int = 1
+
+    @property
+    def num_processes(self) -> int:
+        return self.num_ranks * self.num_stages
+
+    @property
+    def stage(self) -> int:
+        return self.num_stages - 1 - self.rank // self.num_ranks
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage == self.num_stages - 1
 
     @property
     def is_alone(self) -> bool:
         return self.num_ranks == 1
+
+    @property
+    def in_stage(self) -> Coordinates:
+        """The place among the ranks of one stage."""
+        rank = self.rank % self.num_ranks
+        return Coordinates(rank, self.num_ranks, f"{self.store}.stage{self.stage}")
+
+    @property
+    def among_all(self) -> Coordinates:
+        """The place among the ranks of all stages, as if they were of one."""
+        return Coordinates(self.rank, self.num_processes, f"{self.store}.all")
 
 
 class Patience:

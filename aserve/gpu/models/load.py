@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from aserve.errors import ConfigError
 from aserve.gpu.models.base import CausalModel, LoadPlan, ModelLoader
 from aserve.gpu.models.config.fields import Fields
 from aserve.gpu.models.config.model import (
@@ -32,6 +33,7 @@ from aserve.gpu.models.registry import (
     pooled_family,
 )
 from aserve.gpu.models.sharding import check_sharding, rank_config, shard_of
+from aserve.gpu.models.stages import for_stage, stage_layers, without_others
 from aserve.gpu.models.transformers.loader import make_transformers_loader
 from aserve.gpu.weights.checkpoint import Checkpoint, Rename, as_stored
 from aserve.gpu.weights.dummy import DummyWeights
@@ -39,7 +41,7 @@ from aserve.gpu.weights.inventory import Inventory, check_fit
 from aserve.gpu.weights.read_ahead import ReadAhead
 from aserve.gpu.weights.reader import WeightReader
 from aserve.gpu.weights.renamed import older_name
-from aserve.gpu.weights.source import GIB, HOST, LoadProgress, Target
+from aserve.gpu.weights.source import GIB, HOST, LoadProgress, Stage, Target
 
 PREDICTORS = ("model.mtp_layers.", "model.mtp.", "mtp.")
 OBJECT_BYTES = 4096  # lower bound of Python's objects for one layer
@@ -63,12 +65,14 @@ class NativeLoader:
 
     def load(self, plan: LoadPlan) -> CausalModel:
         build, shard = self.family.build, shard_of(self.config, plan.target.shard)
-        target = dataclasses.replace(plan.target, shard=shard)
+        self._check_stages(plan.target.stage)
+        target = for_stage(dataclasses.replace(plan.target, shard=shard), self.config)
         config = rank_config(self.config, shard)
         context_len = config.context_len(plan.max_model_len or self.default_len)
         inventory = self._inventory(plan.dtype, config, target)
         if shard.num_ranks > 1:
-            whole = self._inventory(plan.dtype, self.config)
+            stage = for_stage(dataclasses.replace(HOST, stage=target.stage), self.config)
+            whole = self._inventory(plan.dtype, self.config, stage)
             check_sharding(whole, inventory, num_ranks=shard.num_ranks)
         size_bytes, dtype = inventory.size_bytes, plan.dtype
         progress = LoadProgress(size_bytes, dtype=dtype, on_progress=plan.on_progress)
@@ -79,7 +83,7 @@ class NativeLoader:
         with Checkpoint(
             self.model_dir,
             target.device,
-            rename=self._own_name,
+            rename=self._names_of(inventory, target.stage),
             updates=plan.tensors,
             fp8_block=fp8_block(config.fields),
         ) as checkpoint:
@@ -98,6 +102,21 @@ class NativeLoader:
         if name.startswith((*PREDICTORS, *extra)):
             return None
         return self.names(older_name(name))
+
+    def _names_of(self, own: Inventory, stage: Stage) -> Rename:
+        """Returns the names of the checkpoint's tensors, without those of other stages."""
+        if stage.count == 1:
+            return self._own_name
+        whole = self._inventory(own.dtype, self.config)
+        return without_others(self._own_name, stage_layers(stage, self.config), whole, own)
+
+    def _check_stages(self, stage: Stage) -> None:
+        if stage.count > 1 and not isinstance(self.family, DecoderFamily):
+            raise ConfigError(
+                f"{self.config.architecture} cannot be divided into stages; leave out "
+                "--pipeline-parallel-size",
+                param="pipeline_parallel_size",
+            )
 
     def _inventory(
         self, dtype: torch.dtype, config: ModelConfig, target: Target = HOST

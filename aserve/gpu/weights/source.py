@@ -205,6 +205,17 @@ def _last_two(name: str) -> str:
 WHOLE = Shard()
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One of `count` stages of a pipeline, each of which has a part of the layers."""
+
+    number: int = 0
+    count: int = 1
+
+
+ONE_STAGE = Stage()
+
+
 def expert_parts(name: str, parts: Mapping[str, int], expert: int) -> dict[str, int]:
     """Returns the checkpoint's layers of one expert, with their numbers of rows."""
     return {f"{name}.{expert}.{part}": rows for part, rows in parts.items()}
@@ -232,6 +243,7 @@ class Target:
     prepare_grouped: PrepareGrouped = linear_per_expert
     elementwise: Elementwise = PLAIN
     shard: Shard = WHOLE
+    stage: Stage = ONE_STAGE
     divide: WrapSource = unwrapped  # adds the collectives of a rank
     wrap: WrapPart = unwrapped  # adds something to every layer's part, such as LoRA adapters
 
