@@ -212,7 +212,7 @@ def _target(device: Device, options: BuildOptions, form: WeightFormat, ops: Devi
         form.prepare_grouped,
         ops.elementwise,
     )
-    unsupported = {
+    unsupported: dict[str, object] = {
         "--enable-hisparse": options.hisparse,
         "--dllm-algorithm": options.denoising,
     }
