@@ -105,11 +105,6 @@ class BuildOptions:
     experts: ExpertRanks | None = None  # divides the experts whole; None: like other layers
     pipeline: Pipeline = UNDIVIDED
 
-    @property
-    def num_ranks(self) -> int:
-        """The processes of the engine, which share the machine."""
-        return self.ranks.num_ranks * self.pipeline.stage.count
-
 
 def build_executor(
     options: BuildOptions,
@@ -152,7 +147,11 @@ def build_on(
     )
     torch.set_num_threads(
         options.threads
-        or max(1, min(form.max_threads or DEFAULT_THREADS, DEFAULT_THREADS) // options.num_ranks)
+        or max(
+            1,
+            min(form.max_threads or DEFAULT_THREADS, DEFAULT_THREADS)
+            // options.pipeline.num_processes(options.ranks),
+        )
     )
     is_dummy = options.load_format == "dummy"
     ops = device.ops(form.dtype, is_deterministic=options.deterministic)
@@ -169,8 +168,7 @@ def build_on(
         model = options.pipeline.part_of(loader.load(plan))
     if options.experts is not None:
         options.experts.place_experts(model)
-    random = "random weights, " if is_dummy else ""
-    about = f"{code.name} code ({code.why}), {random}{form.about}"
+    about = f"{code.name} code ({code.why}), {'random weights, ' * is_dummy}{form.about}"
     drafter = None
     mode = mode or diffusion_mode(
         model,
@@ -216,16 +214,17 @@ def _target(device: Device, options: BuildOptions, form: WeightFormat, ops: Devi
         "--enable-hisparse": options.hisparse,
         "--dllm-algorithm": options.denoising,
     }
-    if options.experts is None:
-        target = for_rank(target, options.ranks, beside=unsupported)
-    else:
-        experts = options.experts
-        target = for_rank(target, experts.dense, beside=unsupported, experts=experts.part)
-    one_stage = {
-        "--expert-parallel-size": options.experts is not None,
-        "--enable-two-batch-overlap": options.two_batches,
-    }
-    return options.pipeline.target(target, beside=unsupported | one_stage)
+    experts = options.experts
+    return options.pipeline.target(
+        for_rank(
+            target,
+            options.ranks if experts is None else experts.dense,
+            beside=unsupported,
+            experts=None if experts is None else experts.part,
+        ),
+        beside=unsupported
+        | {"--enable-two-batch-overlap": options.two_batches, "--expert-parallel-size": experts},
+    )
 
 
 def _verification(
@@ -283,7 +282,9 @@ def assemble(
         run_largest = functools.partial(_run_largest, parts)
         budget_bytes = device.kv_bytes(run_largest, share=options.memory_share)
         # All ranks have the same pages, in the memory of one machine.
-        budget_bytes = options.ranks.least(budget_bytes // options.num_ranks)
+        budget_bytes = options.ranks.least(
+            budget_bytes // options.pipeline.num_processes(options.ranks)
+        )
     what = "the KV does not fit beside the model; lower --num-pages or --gpu-memory-utilization"
     with device.stream(), names_the_option(what):
         made = _make(parts, num_pages=num_pages, budget_bytes=budget_bytes)
