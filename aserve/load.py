@@ -208,7 +208,7 @@ def _pipeline(place: Coordinates, patience: Patience) -> Pipeline:
     if count == 1:
         return UNDIVIDED
     world = collectives_of(place.among_all, patience)
-    return Pipeline(Stage(place.stage, count), open_pipe(place), world)
+    return Pipeline(Stage(place.stage, count), open_pipe(place, world), world)
 
 
 def _hisparse(resolved: Resolved) -> HiSparseConfig | None:

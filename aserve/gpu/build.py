@@ -223,7 +223,11 @@ def _target(device: Device, options: BuildOptions, form: WeightFormat, ops: Devi
             experts=None if experts is None else experts.part,
         ),
         beside=unsupported
-        | {"--enable-two-batch-overlap": options.two_batches, "--expert-parallel-size": experts},
+        | {
+            "--enable-lora": options.max_loras,
+            "--enable-two-batch-overlap": options.two_batches,
+            "--expert-parallel-size": experts,
+        },
     )
 
 

@@ -47,7 +47,7 @@ class RankThread(RankProcess):
         self.socket, theirs = socket.socketpair()
         self._stream = cast(IO[bytes], self.socket.makefile("rwb"))
         self._splitter = FrameSplitter()
-        follower = Follower(executor, theirs, patience)
+        follower = Follower(executor, theirs, Coordinates(number, number + 1), patience)
 
         def run() -> None:
             with theirs:

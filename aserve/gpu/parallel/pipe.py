@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-import time
 import weakref
 from pathlib import Path
 
@@ -18,12 +17,12 @@ import torch
 from torch import Tensor
 
 from aserve.errors import BugError
+from aserve.gpu.parallel.collectives import Collectives
 from aserve.parallel.topology import Coordinates, RankLost
 
 HEADER = struct.Struct("<qq")  # iteration, bytes
 MEET_S = 60.0  # for the neighbours to meet
 STEP_S = 60.0  # for a neighbour's step, which may compile or compute a long chunk
-RETRY_S = 0.02
 
 
 class Pipe:
@@ -81,8 +80,9 @@ def _bytes_of(values: Tensor) -> memoryview:
     return memoryview(values.view(-1).view(torch.uint8).numpy().data)
 
 
-def open_pipe(place: Coordinates) -> Pipe:
-    """Meets the neighbours, whose ranks in their stages are that of this one."""
+def open_pipe(place: Coordinates, world: Collectives) -> Pipe:
+    """Meets the neighbours, whose ranks in their stages are that of this one. All ranks of `world`
+    do so together: each listens before any connects."""
     next_rank = place.rank - place.num_ranks
     with contextlib.ExitStack() as undo:
         listener = None
@@ -90,6 +90,7 @@ def open_pipe(place: Coordinates) -> Pipe:
             listener = undo.enter_context(socket.socket(socket.AF_UNIX))
             listener.bind(_address(place.store, place.rank))
             listener.listen(1)
+        world.least(0)
         after = None if place.is_last_stage else _connected(_address(place.store, next_rank))
         before = None if listener is None else _accepted(listener)
         return Pipe(before, after)
@@ -100,19 +101,13 @@ def _address(store: str, rank: int) -> str:
 
 
 def _connected(address: str) -> socket.socket:
-    """Waits until the other side listens."""
-    deadline_s = time.monotonic() + MEET_S
-    while True:
-        end = socket.socket(socket.AF_UNIX)
-        try:
-            end.connect(address)
-        except OSError as error:
-            end.close()
-            if time.monotonic() > deadline_s:
-                raise RankLost(f"{Path(address).name} did not answer: {error}") from error
-            time.sleep(RETRY_S)
-        else:
-            return end
+    end = socket.socket(socket.AF_UNIX)
+    try:
+        end.connect(address)
+    except OSError as error:
+        end.close()
+        raise RankLost(f"{Path(address).name} does not listen: {error}") from error
+    return end
 
 
 def _accepted(listener: socket.socket) -> socket.socket:
