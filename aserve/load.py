@@ -199,7 +199,7 @@ def _expert_ranks(
 
 
 def _pipeline(place: Coordinates, patience: Patience) -> Pipeline:
-    from aserve.gpu.parallel.collectives import collectives_of
+    from aserve.gpu.parallel.collectives import GroupCollectives
     from aserve.gpu.parallel.pipe import open_pipe
     from aserve.gpu.parallel.stages import UNDIVIDED, Pipeline
     from aserve.gpu.weights.source import Stage
@@ -207,7 +207,7 @@ def _pipeline(place: Coordinates, patience: Patience) -> Pipeline:
     count = place.num_stages
     if count == 1:
         return UNDIVIDED
-    world = collectives_of(place.among_all, patience)
+    world = GroupCollectives(place.among_all, patience)
     return Pipeline(Stage(place.stage, count), open_pipe(place, world), world)
 
 
