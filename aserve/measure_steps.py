@@ -41,7 +41,8 @@ async def warm_up(executor: WarmExecutor) -> list[StepTimes]:
     """Warms the executor up. Returns the events that a scheduler must have first."""
     await executor.warm_up()
     caps = executor.spec.decode
-    if caps.max_tokens_per_step == caps.root_len or caps.whole_windows:
+    is_drafting = caps.max_tokens_per_step > caps.root_len and not caps.whole_windows
+    if not is_drafting or PROMPT_LEN + 1 + _room(executor.spec) > executor.spec.max_model_len:
         return []
     return [await measure_steps(executor)]
 
@@ -66,15 +67,23 @@ async def measure_steps(executor: Executor) -> StepTimes:
 
 def _most_rows(spec: EngineSpec) -> int:
     """Returns how many rows have pages and tokens enough for all turns."""
-    num_tokens = min(_num_tokens(spec), spec.max_model_len)
     pages = min(group.num_pages - 1 for group in spec.groups)
-    by_pages = pages // (-(-num_tokens // spec.page_size) + 1)
+    by_pages = pages // (-(-_row_len(spec) // spec.page_size) + 1)
     return min(spec.max_rows, by_pages, spec.max_batched_tokens // spec.decode.max_tokens_per_step)
 
 
-def _num_tokens(spec: EngineSpec) -> int:
+def _row_len(spec: EngineSpec) -> int:
+    """Returns the tokens after which a row ends. One whose drafts are all accepted may begin anew
+    before the last turn."""
     steps = MAX_TURNS * (spec.lead + 1 + STEPS)
-    return PROMPT_LEN + 2 + steps * (spec.decode.max_tokens_per_step + 2)
+    num_tokens = PROMPT_LEN + 2 + steps * (spec.decode.max_tokens_per_step + 2)
+    return min(num_tokens, spec.max_model_len)
+
+
+def _room(spec: EngineSpec) -> int:
+    """Returns how many tokens a row may get while one kind of step is timed, with the steps that
+    are in flight then."""
+    return (2 * (spec.lead + 1) + STEPS) * spec.decode.max_tokens_per_step
 
 
 async def _measure(executor: Executor, num_rows: int, kinds: tuple[Kind, ...]) -> dict[Kind, float]:
@@ -103,7 +112,8 @@ class _Rows:
 
     async def begin(self) -> None:
         spec = self._executor.spec
-        params = SamplingParams(seed=0, temperature=0.0, max_tokens=_num_tokens(spec))
+        max_tokens = _row_len(spec) - PROMPT_LEN
+        params = SamplingParams(seed=0, temperature=0.0, max_tokens=max_tokens)
         self._scheduler.state.draft_choice.fix(*SKIPPED)
         requests: list[SchedulerEvent] = [
             AdmitRequest(str(row), pack_i32(_prompt(spec)), params, namespace=str(row))
@@ -114,8 +124,13 @@ class _Rows:
             await self._land()
 
     async def time_of(self, kind: Kind) -> float:
+        spec = self._executor.spec
+        num_outputs = max(sequence.num_outputs for sequence in self._scheduler.state.living())
+        if PROMPT_LEN + num_outputs + _room(spec) > _row_len(spec):
+            await self.end()
+            await self.begin()
         self._scheduler.state.draft_choice.fix(*kind)
-        for _ in range(self._executor.spec.lead + 1):  # steps of the kind before, and the first
+        for _ in range(spec.lead + 1):  # steps of the kind before, and the first
             await self._land()
         start_s = time.perf_counter()
         for _ in range(STEPS):

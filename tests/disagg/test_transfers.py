@@ -240,6 +240,9 @@ async def test_kv_comes_chunk_by_chunk_and_in_parts(
         prefill.compute(request, 10)
         assert await decode.events.next() == KvReady("r", 0, b"")
     assert decode.access.tokens == {at: token for at, token in WHOLE.items() if at >= 2}
+    async with asyncio.timeout(5):  # the prefill side reports when the other one has hung up
+        while not prefill.reports:
+            await asyncio.sleep(0.01)
     assert decode.outcomes() == prefill.outcomes() == [("ok", 8 * SIZE)]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import aserve.measure_steps
 from aserve.gpu.build import BuildOptions, build_executor
 from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.spec.request import SpecOptions
@@ -21,9 +22,13 @@ ASKED = [
 ]
 
 
-def make(algorithm: str | None, **options: Any) -> TorchExecutor:
+def make(
+    algorithm: str | None, *, max_model_len: int | None = None, **options: Any
+) -> TorchExecutor:
     given = SpecOptions(algorithm, bundled_drafters=DRAFTERS_DIR, **options) if algorithm else None
-    settings = BuildOptions(MODEL_DIR, num_pages=160, max_rows=6, speculative=given)
+    settings = BuildOptions(
+        MODEL_DIR, num_pages=160, max_rows=6, max_model_len=max_model_len, speculative=given
+    )
     return build_executor(settings)
 
 
@@ -51,6 +56,20 @@ def test_each_kind_of_step_is_measured_for_as_many_rows_as_there_are() -> None:
     assert list(times.window_us) == [0, 4]
     plain, windows = times.plain_us, times.window_us[4]
     assert all(0 < fast < slow for fast, slow in zip(plain, windows, strict=True))
+
+
+@pytest.mark.parametrize("max_model_len", [None, 64])
+def test_rows_whose_drafts_are_all_accepted_begin_anew(
+    max_model_len: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a fast machine all turns are taken, and rows reach their end before the last one."""
+    monkeypatch.setattr(aserve.measure_steps, "TURNS_S", 60.0)
+    [times] = measured(make("STANDALONE", max_model_len=max_model_len))
+    assert min(times.plain_us) > 0
+
+
+def test_a_context_without_room_for_the_measurement_is_not_measured() -> None:
+    assert measured(make("STANDALONE", max_model_len=32)) == []
 
 
 @pytest.mark.parametrize(("algorithm", "how"), [(None, {}), ("EAGLE3", {"verification": "block"})])

@@ -19,7 +19,14 @@ from aserve.gpu.weights.checkpoint import INDEX, SINGLE, Checkpoint
 from aserve.gpu.weights.dummy import DummyWeights
 from aserve.gpu.weights.inventory import Inventory, check_fit
 from aserve.gpu.weights.reader import WeightReader
-from aserve.gpu.weights.source import WHOLE, LoadProgress, Shard, Target, WeightSource
+from aserve.gpu.weights.source import (
+    WHOLE,
+    ExpertPart,
+    LoadProgress,
+    Shard,
+    Target,
+    WeightSource,
+)
 from aserve.tiny import MODEL_DIR
 from tests.gpu.weights.checkpoints import write_checkpoint, write_sharded
 from tests.load_model import load_model
@@ -159,8 +166,8 @@ def test_a_stack_holds_each_experts_joined_rows(sources: Sources) -> None:
 def test_ranks_hold_slices_of_the_whole_stack(kind: str, sources: Sources) -> None:
     whole = stacked(sources.make(kind))
     for rank in range(2):
-        of_experts = sources.make(kind, Shard(rank, 2, {"mlp.experts": 0}))
-        assert torch.equal(stacked(of_experts, count=2), whole[2 * rank : 2 * rank + 2])
+        of_experts = sources.make(kind, Shard(rank, 2, COLUMNS, experts=ExpertPart(rank, 2)))
+        assert torch.equal(stacked(of_experts), whole[2 * rank : 2 * rank + 2])
         of_rows = stacked(sources.make(kind, Shard(rank, 2, COLUMNS)), divisor=2)
         gate, up = whole.split(6, dim=1)
         own = slice(3 * rank, 3 * rank + 3)
@@ -188,10 +195,10 @@ def test_ranks_hold_slices_of_whole_tensors(kind: str, sources: Sources) -> None
 
 def test_an_inventory_expects_whole_tensors_and_counts_the_ranks_part(tmp_path: Path) -> None:
     stored = {name: x for name, x in weights().items() if EXPERTS in name or "out_proj" in name}
-    axes = {"mlp.experts": 0, "out_proj.weight": 1}
+    shard = Shard(1, 2, {"out_proj.weight": 1}, experts=ExpertPart(1, 2))
     with Checkpoint(write_checkpoint(tmp_path, stored)) as checkpoint:
-        inventory = Inventory(torch.float32, Shard(1, 2, axes))
-        stacked(inventory, count=2)
+        inventory = Inventory(torch.float32, shard)
+        stacked(inventory)
         inventory.linear({"a.out_proj": 8}, in_features=5, bias=False)
         check_fit(inventory, checkpoint)
         assert inventory.num_weights == 2 * 12 * 8 + 8 * 5
