@@ -96,6 +96,11 @@ class Side:
         self.access = ToyAccess()
         self.events = Events()
         self.reports: list[KvTransferred] = []
+        self.has_reported = asyncio.Event()
+
+    def report(self, one: KvTransferred) -> None:
+        self.reports.append(one)
+        self.has_reported.set()
 
     def outcomes(self) -> list[tuple[str, int]]:
         return [(report.outcome, report.num_bytes) for report in self.reports]
@@ -107,7 +112,7 @@ class Prefill(Side):
         sock = listen("127.0.0.1", 0)
         self.address: tuple[str, int] = sock.getsockname()[:2]
         peers = Peers("secret", "a model")
-        self.actor = KvSender(self.access, self.events, peers, sock, self.reports.append)
+        self.actor = KvSender(self.access, self.events, peers, sock, self.report)
 
     async def admitted(self) -> AdmitRequest:
         event = await self.events.next()
@@ -130,7 +135,7 @@ class Decode(Side):
             addresses,
             key=key,
             model="a model",
-            report=self.reports.append,
+            report=self.report,
         )
 
     def ask(self, first: int = 0) -> None:
@@ -240,9 +245,7 @@ async def test_kv_comes_chunk_by_chunk_and_in_parts(
         prefill.compute(request, 10)
         assert await decode.events.next() == KvReady("r", 0, b"")
     assert decode.access.tokens == {at: token for at, token in WHOLE.items() if at >= 2}
-    async with asyncio.timeout(5):  # the prefill side reports when the other one has hung up
-        while not prefill.reports:
-            await asyncio.sleep(0.01)
+    await prefill.has_reported.wait()  # it does when the other side has hung up
     assert decode.outcomes() == prefill.outcomes() == [("ok", 8 * SIZE)]
 
 
