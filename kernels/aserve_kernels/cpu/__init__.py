@@ -8,6 +8,6 @@ number can be kept.
 import numba
 import torch
 
-_num_threads = torch.get_num_threads()
+TORCH_THREADS = torch.get_num_threads()
 numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
-torch.set_num_threads(_num_threads)
+torch.set_num_threads(TORCH_THREADS)
