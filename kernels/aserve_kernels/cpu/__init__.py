@@ -7,7 +7,8 @@ number can be kept.
 
 import numba
 import torch
+from numba.core import config
 
 TORCH_THREADS = torch.get_num_threads()
-numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
+numba.set_num_threads(config.NUMBA_NUM_THREADS)
 torch.set_num_threads(TORCH_THREADS)

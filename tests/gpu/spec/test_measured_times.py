@@ -74,6 +74,6 @@ def test_a_context_without_room_for_the_measurement_is_not_measured() -> None:
 
 @pytest.mark.parametrize(("algorithm", "how"), [(None, {}), ("EAGLE3", {"verification": "block"})])
 def test_engines_without_a_choice_measure_nothing(
-    algorithm: str | None, how: dict[str, str]
+    algorithm: str | None, how: dict[str, Any]
 ) -> None:
     assert measured(make(algorithm, **how)) == []
