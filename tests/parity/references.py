@@ -229,7 +229,7 @@ class Reference:
 
 
 def make_reference(kind: str, directory: Path) -> Reference:
-    model = _new_model(kind)
+    model = new_model(kind)
     _fix_frequencies(model)
     generator = torch.Generator().manual_seed(7)
     prompt, neighbour = torch.randint(VOCAB_SIZE, (2, PROMPT_LEN), generator=generator)
@@ -240,11 +240,11 @@ def make_reference(kind: str, directory: Path) -> Reference:
         neighbour_logits = model(neighbour.unsqueeze(0)).logits[0]
     model.save_pretrained(directory)
     if kind == "longcat-flash":
-        _drop_identity_experts(directory / "model.safetensors")
+        drop_identity_experts(directory / "model.safetensors")
     return Reference(directory, prompt, greedy, logits, neighbour, neighbour_logits)
 
 
-def _drop_identity_experts(path: Path) -> None:
+def drop_identity_experts(path: Path) -> None:
     """transformers writes gates without meaning for them, which the published checkpoints lack."""
     names = tuple(f".mlp.experts.{number}." for number in (6, 7, 8))
     tensors = load_file(path)
@@ -253,7 +253,7 @@ def _drop_identity_experts(path: Path) -> None:
     save_file(kept, path)
 
 
-def _new_model(kind: str) -> Any:
+def new_model(kind: str) -> Any:
     import transformers
 
     family, fields = {**KINDS, **OTHER_KINDS}[kind]

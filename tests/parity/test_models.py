@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from aserve.gpu.models.base import CausalModel
 from aserve.gpu.models.config.model import architecture_of, parse_config, read_fields
@@ -14,10 +18,30 @@ from aserve.gpu.models.registry import FAMILIES, DecoderFamily
 from aserve.gpu.weights.checkpoint import Checkpoint
 from aserve.gpu.weights.reader import WeightReader
 from aserve.gpu.weights.source import HOST, LoadProgress
+from tests.gpu import test_ngram_model
 from tests.load_model import load_model
+from tests.parity import picture_models, test_diffusion_models, test_pooled_models
 from tests.parity.conftest import ReferenceOf
 from tests.parity.dense_attend import logits_of
-from tests.parity.references import KINDS, MAX_MODEL_LEN, PROMPT_LEN, Reference
+from tests.parity.references import (
+    BASE,
+    KINDS,
+    MAX_MODEL_LEN,
+    PROMPT_LEN,
+    VOCAB_SIZE,
+    Reference,
+    drop_identity_experts,
+    new_model,
+)
+from tools.train_models.ngram_emb import (
+    MAX_N,
+    NUM_SPLITS,
+    NUM_TABLES,
+    VOCAB_RATIO,
+    NgramEmbeddings,
+)
+from tools.train_tiny.network import Shape
+from tools.train_tiny.tokenizer import EOS
 
 pytestmark = pytest.mark.slow  # each reference takes a moment to make
 
@@ -116,3 +140,65 @@ def test_half_types_stay_near(
     logits = logits_of(model, tokens)
     assert model.dtype == getattr(torch, dtype)
     assert (logits - reference.logits).abs().max() < tolerance
+
+
+def test_mimo_is_qwen2_with_modules_that_draft(reference_of: ReferenceOf, tmp_path: Path) -> None:
+    """transformers has no code of it; its own is Qwen2's. The model leaves its modules out."""
+    reference = reference_of("qwen2")
+    config = json.loads((reference.directory / "config.json").read_text())
+    mimo = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
+    text = json.dumps({**config, **mimo, "num_nextn_predict_layers": 1})
+    (tmp_path / "config.json").write_text(text)
+    weights = load_file(reference.directory / "model.safetensors")
+    module = {"model.mtp_layers.0.input_proj.weight": torch.ones(48, 96)}
+    save_file({**weights, **module}, tmp_path / "model.safetensors")
+    model = load_model(tmp_path, max_model_len=MAX_MODEL_LEN)
+    assert_close(logits_of(model, reference.tokens), reference)
+
+
+def test_longcat_flash_lite_is_longcat_flash_behind_an_embedding(tmp_path: Path) -> None:
+    """transformers has the layers, and the script that trains tests/models the embedding."""
+    model = new_model("longcat-flash")
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    drop_identity_experts(file)
+    ngrams = NgramEmbeddings(Shape(vocab_size=VOCAB_SIZE, hidden_size=BASE["hidden_size"]))
+    tables = {f"model.ngram_embeddings.{name}": w for name, w in ngrams.state_dict().items()}
+    save_file({**load_file(file), **tables}, file)
+    config = json.loads((tmp_path / "config.json").read_text())
+    lite = {
+        "architectures": ["LongcatFlashNgramForCausalLM"],
+        "emb_neighbor_num": MAX_N,
+        "emb_split_num": NUM_SPLITS,
+        "ngram_vocab_size_ratio": VOCAB_RATIO,
+        "eos_token_id": EOS,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**config, **lite}))
+    ids = torch.randint(VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(7))
+    ids[[3, 9, 10]] = EOS
+    with torch.inference_mode():
+        words, pairs = model.model.embed_tokens(ids[None]), ngrams(ids[None])
+        expected = model(inputs_embeds=(words + pairs) / (1 + NUM_TABLES)).logits[0]
+        without = model(inputs_embeds=words).logits[0]
+    got = logits_of(load_model(tmp_path, max_model_len=MAX_MODEL_LEN), ids, chunks=[5, 1, 30, 4])
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0.0)
+    assert (got - without).abs().max() > 0.1
+
+
+# Families that transformers has no code of, or whose models have no kind of their own.
+COMPARED_BY = {
+    "LLaDA2MoeModelLM": test_diffusion_models.test_llada2_equals_plain_torch,
+    "LlamaNgramForCausalLM": test_ngram_model.test_no_ngram_reaches_over_an_end_or_the_beginning,
+    "LongcatFlashNgramForCausalLM": test_longcat_flash_lite_is_longcat_flash_behind_an_embedding,
+    "MiMoForCausalLM": test_mimo_is_qwen2_with_modules_that_draft,
+    "Qwen2ForRewardModel": test_pooled_models.test_a_reward_model_scores_the_last_token,
+    "SDARForCausalLM": test_diffusion_models.test_sdar_equals_qwen3_with_a_mask_of_blocks,
+    "SDARMoeForCausalLM": test_diffusion_models.test_sdar_equals_qwen3_with_a_mask_of_blocks,
+}
+
+
+def test_every_native_family_is_compared_with_its_reference() -> None:
+    causal = {f"{family}ForCausalLM" for family, _ in KINDS.values()}
+    pooled = {architecture for architecture, _, _ in test_pooled_models.KINDS.values()}
+    seeing = {f"{kind}ForConditionalGeneration" for kind in picture_models.KINDS}
+    assert sorted(causal | pooled | seeing | COMPARED_BY.keys()) == sorted(FAMILIES)

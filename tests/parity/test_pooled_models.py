@@ -3,6 +3,7 @@ of different lengths share steps, and prompts of decoders come in chunks."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,6 +42,18 @@ BERT: dict[str, Any] = {
 ROBERTA = {**BERT, "max_position_embeddings": MAX_LEN + 2, "type_vocab_size": 1}
 DECODER = {**BASE, "pad_token_id": 0}
 LABELS = {"num_labels": 3}
+FULL, SLIDING = "full_attention", "sliding_attention"
+THETAS = {FULL: 1000.0, SLIDING: 100.0}
+MODERN = {
+    **{name: value for name, value in BERT.items() if name != "type_vocab_size"},
+    **{f"{name}_token_id": 0 for name in ("pad", "bos", "eos", "cls", "sep")},
+    "num_hidden_layers": 4,
+    "local_attention": 13,
+    "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in THETAS.items()
+    },
+}
+BIASED = {f"{part}_bias": True for part in ("attention", "classifier", "mlp", "norm")}
 # The class of transformers, its fields, and the pooling of a model without a head.
 KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "bert": ("BertModel", BERT, "cls"),
@@ -49,8 +62,22 @@ KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "roberta-classifier": ("RobertaForSequenceClassification", {**ROBERTA, **LABELS}, ""),
     "xlm-roberta": ("XLMRobertaModel", ROBERTA, "cls"),
     "xlm-roberta-score": ("XLMRobertaForSequenceClassification", {**ROBERTA, "num_labels": 1}, ""),
+    "modernbert": ("ModernBertModel", MODERN, "cls"),
+    "modernbert-classifier": (
+        "ModernBertForSequenceClassification",
+        {**MODERN, **LABELS, "classifier_pooling": "mean"},
+        "",
+    ),
+    "modernbert-biased": (
+        "ModernBertForSequenceClassification",
+        {**MODERN, **BIASED, "num_labels": 1, "layer_types": [SLIDING, FULL, SLIDING, SLIDING]},
+        "",
+    ),
+    "llama": ("LlamaModel", DECODER, "last"),
     "llama-classifier": ("LlamaForSequenceClassification", {**DECODER, **LABELS}, ""),
     "mistral": ("MistralModel", DECODER, "last"),
+    "mistral-classifier": ("MistralForSequenceClassification", {**DECODER, **LABELS}, ""),
+    "qwen2": ("Qwen2Model", DECODER, "last"),
     "qwen2-score": ("Qwen2ForSequenceClassification", {**DECODER, "num_labels": 1}, ""),
     "qwen3": ("Qwen3Model", DECODER, "last"),
     "qwen3-classifier": ("Qwen3ForSequenceClassification", {**DECODER, **LABELS}, ""),
@@ -146,9 +173,29 @@ def test_a_pooled_model_equals_transformers(kind: str, kept_of: KeptOf) -> None:
     assert_equal(kept, executor, pooling)
 
 
+def test_an_older_config_of_modernbert_means_the_same(kept_of: KeptOf, tmp_path: Path) -> None:
+    """That of the published checkpoints, whose language model has a head besides."""
+    kept = kept_of("modernbert")
+    config = json.loads((kept.directory / "config.json").read_text())
+    for name in ("layer_types", "rope_parameters"):
+        del config[name]
+    thetas = {"global_rope_theta": THETAS[FULL], "local_rope_theta": THETAS[SLIDING]}
+    write_json(tmp_path / "config.json", {**config, **thetas, "global_attn_every_n_layers": 3})
+    weights = load_file(kept.directory / "model.safetensors")
+    named = {f"model.{name}": values for name, values in weights.items()}
+    head = {"head.norm.weight": torch.ones(48), "decoder.bias": torch.zeros(VOCAB_SIZE)}
+    save_file({**named, **head}, tmp_path / "model.safetensors")
+    assert_equal(kept, executor_of(tmp_path), "cls")
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("attention", ["paged-cpu", "paged-sdpa", "torch-ref"])
-@pytest.mark.parametrize("kind", ["bert", "qwen3"])
+@pytest.mark.parametrize(
+    ("kind", "attention"),
+    [
+        *itertools.product(["bert", "qwen3"], ["paged-cpu", "paged-sdpa", "torch-ref"]),
+        *itertools.product(["modernbert"], ["paged-sdpa", "torch-ref"]),
+    ],
+)
 def test_no_page_size_and_no_backend_changes_an_embedding(
     kind: str, attention: str, page_size: int, kept_of: KeptOf
 ) -> None:

@@ -24,6 +24,7 @@ from aserve.gpu.layers.linear import LinearOp
 from aserve.gpu.layers.mlp import ACTIVATIONS
 from aserve.gpu.models.base import Attend, HiddenCapture
 from aserve.gpu.models.config.model import ModelConfig
+from aserve.gpu.models.pooling import PoolingMode
 from aserve.gpu.weights.source import WeightSource
 
 
@@ -37,6 +38,13 @@ class EncoderSpec(msgspec.Struct, frozen=True):
     @property
     def max_model_len(self) -> int:
         return self.num_positions - self.first_position
+
+    @property
+    def head_pooling(self) -> PoolingMode:
+        return "cls"
+
+    def build(self, weights: WeightSource, *, max_model_len: int) -> Encoder:
+        return Encoder(self, weights, max_model_len=max_model_len)
 
 
 class Encoder:
@@ -77,7 +85,7 @@ class Encoder:
         self.words = table("word", config.vocab_size)
         self.positions = table("position", spec.num_positions)
         self.segments = table("token_type", spec.num_segments)
-        self.norm = LayerNorm(f"{prefix}.LayerNorm", spec, weights)
+        self.norm = LayerNorm(f"{prefix}.LayerNorm", config.hidden_size, weights, eps=spec.norm_eps)
         self.blocks = tuple(
             EncoderBlock(index, spec, weights) for index in range(config.num_layers)
         )
@@ -112,11 +120,12 @@ class LayerNorm:
 
     __slots__ = ("bias", "eps", "weight")
 
-    def __init__(self, name: str, spec: EncoderSpec, weights: WeightSource) -> None:
-        shape = (spec.config.hidden_size,)
-        self.weight = weights.tensor(f"{name}.weight", shape)
-        self.bias = weights.tensor(f"{name}.bias", shape)
-        self.eps = spec.norm_eps
+    def __init__(
+        self, name: str, size: int, weights: WeightSource, *, eps: float, has_bias: bool = True
+    ) -> None:
+        self.weight = weights.tensor(f"{name}.weight", (size,))
+        self.bias = weights.tensor(f"{name}.bias", (size,)) if has_bias else None
+        self.eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
         return functional.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
@@ -141,14 +150,17 @@ class EncoderBlock:
             names = {f"{prefix}.{part}": num_rows for part in parts}
             return weights.linear(names, in_features=in_features, bias=True)
 
+        def norm(name: str) -> LayerNorm:
+            return LayerNorm(f"{prefix}.{name}", hidden_size, weights, eps=spec.norm_eps)
+
         qkv = tuple(f"attention.self.{name}" for name in ("query", "key", "value"))
         self.qkv = linear(qkv, hidden_size, hidden_size)
         self.out = linear(("attention.output.dense",), hidden_size, hidden_size)
-        self.after_attention = LayerNorm(f"{prefix}.attention.output.LayerNorm", spec, weights)
+        self.after_attention = norm("attention.output.LayerNorm")
         self.up = linear(("intermediate.dense",), inner_size, hidden_size)
         self.activation = ACTIVATIONS[config.activation]
         self.down = linear(("output.dense",), hidden_size, inner_size)
-        self.after_mlp = LayerNorm(f"{prefix}.output.LayerNorm", spec, weights)
+        self.after_mlp = norm("output.LayerNorm")
 
     def __call__(self, hidden: Tensor, attend: Attend) -> Tensor:
         """hidden [tokens, hidden] -> the same shape."""

@@ -17,21 +17,22 @@ from torch.nn import functional
 
 from aserve.errors import ConfigError
 from aserve.gpu.layers.linear import LinearOp
+from aserve.gpu.models.base import CausalModel
 from aserve.gpu.models.config.model import ModelConfig
 from aserve.gpu.models.config.sentence import DenseModule, SentencePooling
 from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.models.decoder_spec import DecoderSpec
-from aserve.gpu.models.encoder import Encoder, EncoderSpec
-from aserve.gpu.models.pooling import PooledModel, Pooler, PoolingHead
+from aserve.gpu.models.pooling import PooledModel, Pooler, PoolingHead, PoolingMode
 from aserve.gpu.weights.checkpoint import Checkpoint
 from aserve.gpu.weights.source import WeightSource
 
 CLS = SentencePooling("cls", has_unit_length=True)
 LAST = SentencePooling("last", has_unit_length=True)
-ENCODER_PREFIXES = ("bert.", "roberta.")
-POOLER = "pooler."
+ENCODER_PREFIXES = ("bert.", "model.", "roberta.")
+# The first layer of a classification head, and of a head of other tasks.
+HEADS = ("head.", "pooler.")
 # Positions that follow from the configuration, and heads of other tasks.
-UNUSED = ("embeddings.position_ids", "cls.", "lm_head.", POOLER)
+UNUSED = ("embeddings.position_ids", "cls.", "decoder.", "lm_head.", *HEADS)
 
 
 class MakeHead(Protocol):
@@ -39,13 +40,26 @@ class MakeHead(Protocol):
         """Builds the head that scores labels: [rows, hidden] -> [rows, labels]."""
 
 
+class AnyEncoderSpec(Protocol):
+    """Says how a bidirectional encoder is built."""
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def head_pooling(self) -> PoolingMode:
+        """What the head of a classifier is given."""
+
+    def build(self, weights: WeightSource, *, max_model_len: int) -> CausalModel: ...
+
+
 @dataclass(frozen=True, slots=True)
 class EncoderFamily:
-    """Models of the bidirectional encoder. One with a head pools its first token."""
+    """Models of a bidirectional encoder."""
 
     name: str
     about: str
-    spec: Callable[[ModelConfig], EncoderSpec]
+    spec: Callable[[ModelConfig], AnyEncoderSpec]
     defaults: Mapping[str, object]
     make_head: MakeHead | None = None
     pooling: SentencePooling = CLS
@@ -53,8 +67,13 @@ class EncoderFamily:
     def build(
         self, config: ModelConfig, weights: WeightSource, *, max_model_len: int
     ) -> PooledModel:
-        encoder = Encoder(self.spec(config), weights, max_model_len=max_model_len)
-        return _pooled(encoder, config, weights, make_head=self.make_head, pooling=self.pooling)
+        spec, pooling = self.spec(config), self.pooling
+        encoder = spec.build(weights, max_model_len=max_model_len)
+        if self.make_head is not None:
+            pooling = dataclasses.replace(pooling, mode=spec.head_pooling)
+        return _pooled(
+            encoder, config, weights, make_head=self.make_head, pooling=pooling, is_causal=False
+        )
 
     def own_name(self, name: str) -> str | None:
         """Returns the tensor's name without the prefix of a model with a head. Old files have other
@@ -63,7 +82,7 @@ class EncoderFamily:
             name = name.removeprefix(prefix)
         name = name.replace("LayerNorm.gamma", "LayerNorm.weight")
         name = name.replace("LayerNorm.beta", "LayerNorm.bias")
-        if name.startswith(POOLER) and self.make_head is not None:
+        if name.startswith(HEADS) and self.make_head is not None:
             return name
         return None if name.startswith(UNUSED) else name
 
@@ -102,14 +121,15 @@ class PooledDecoderFamily:
 
 
 def _pooled(
-    backbone: Encoder | Decoder,
+    backbone: CausalModel,
     config: ModelConfig,
     weights: WeightSource,
     *,
     make_head: MakeHead | None,
     pooling: SentencePooling,
+    is_causal: bool = True,
 ) -> PooledModel:
-    whole_prompts = isinstance(backbone, Encoder) or pooling.mode != "last"
+    whole_prompts = not is_causal or pooling.mode != "last"
     if make_head is None:
         dense = DenseHead(pooling.dense, config, weights) if pooling.dense else None
         pooler = Pooler(pooling.mode, pooling.has_unit_length, dense)

@@ -30,6 +30,7 @@ from aserve.gpu.models.families import (
     longcat_flash,
     mistral,
     mixtral,
+    modernbert,
     olmo2,
     phi3,
     qwen2,
@@ -247,6 +248,19 @@ FAMILIES: Mapping[str, Family] = {
         "two of eight experts per token",
         mixtral.mixtral,
         mixtral.DEFAULTS,
+    ),
+    "ModernBertForSequenceClassification": EncoderFamily(
+        "ModernBERT (classifier)",
+        "as BERT (classifier), such as gte-reranker-modernbert",
+        modernbert.modernbert,
+        modernbert.DEFAULTS,
+        modernbert.modernbert_head,
+    ),
+    "ModernBertModel": EncoderFamily(
+        "ModernBERT",
+        "as BERT, with rotary positions, and in most layers a window on both sides of a token",
+        modernbert.modernbert,
+        modernbert.DEFAULTS,
     ),
     "Olmo2ForCausalLM": DecoderFamily(
         "OLMo 2",

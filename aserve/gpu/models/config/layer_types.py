@@ -39,16 +39,27 @@ def periodic_windows(fields: Fields, period: int) -> Windows:
     return _windows_by_kind(fields, [SLIDING if number % period else FULL for number in numbers])
 
 
+def named_windows(fields: Fields, *, window: int, is_full: Sequence[bool]) -> Windows:
+    """The layers that `layer_types` names have the window, or else all that are not full."""
+    kinds = _kinds(fields, [FULL if full else SLIDING for full in is_full])
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
 def _windows_by_kind(fields: Fields, default_kinds: Sequence[str]) -> Windows:
+    kinds = _kinds(fields, default_kinds)
+    if SLIDING not in kinds:
+        return (None,) * len(kinds)
+    window = fields.integer("sliding_window")
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def _kinds(fields: Fields, default_kinds: Sequence[str]) -> Sequence[str]:
     kinds = default_kinds
     if fields.has("layer_types"):
         kinds = fields.texts("layer_types", length=len(default_kinds))
     if not {*kinds} <= {*LAYER_KINDS}:
         fields.refuse("layer_types", expected=f"{FULL} or {SLIDING} for each layer")
-    if SLIDING not in kinds:
-        return (None,) * len(kinds)
-    window = fields.integer("sliding_window")
-    return tuple(window if kind == SLIDING else None for kind in kinds)
+    return kinds
 
 
 def _num_layers(fields: Fields) -> int:

@@ -19,8 +19,11 @@ from aserve.gpu.models.config.layer_types import FULL, SLIDING
 from aserve.gpu.models.config.rope import longest_context, parse_rope, rotary_part
 
 QUANTIZATION = "quantization_config"
-# Other names of fields, by those that are read here (LongCat's configurations have them).
+# Other names of fields, by those that are read here (LongCat's and ModernBERT's configurations have
+# them).
 OTHER_NAMES = {
+    "rope_theta": "global_rope_theta",
+    "rope_local_base_freq": "local_rope_theta",
     "num_hidden_layers": "num_layers",
     "intermediate_size": "ffn_hidden_size",
     "moe_intermediate_size": "expert_ffn_hidden_size",
