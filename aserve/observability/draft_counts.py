@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.metrics_core import HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from aserve.messages.base import Record, num_values
 from aserve.messages.executor import SchedulerEffect
 from aserve.messages.output import StepOutput
+
+LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 24)  # upper bounds of the histogram's buckets
 
 
 class DraftCounts(Record, frozen=True):
@@ -46,8 +50,14 @@ def count_drafts(effects: Iterable[SchedulerEffect]) -> DraftCounts | None:
     )
 
 
-class DraftMetrics:
+class DraftMetrics(Collector):
+    """Three counters, and the histogram of the accepted drafts of a window, which follows from them
+    whenever it is scraped.
+    """
+
     def __init__(self, registry: CollectorRegistry) -> None:
+        self._num_windows = 0
+        self._by_position: list[int] = []
         self._windows = Counter(
             "aserve_draft_windows", "Decodes that verified drafts", registry=registry
         )
@@ -58,9 +68,24 @@ class DraftMetrics:
             ["position"],
             registry=registry,
         )
+        registry.register(self)
 
     def on_counts(self, counts: DraftCounts) -> None:
+        self._num_windows += counts.num_windows
         self._windows.inc(counts.num_windows)
         self._drafts.inc(counts.num_drafts)
+        self._by_position += [0] * (len(counts.by_position) - len(self._by_position))
         for place, accepted in enumerate(counts.by_position):
+            self._by_position[place] += accepted
             self._accepted.labels(place).inc(accepted)
+
+    def collect(self) -> Iterator[Metric]:
+        total = self._num_windows
+        longer = dict(enumerate(self._by_position))  # windows that accepted more than so many
+        buckets = [(str(float(most)), total - longer.get(most, 0)) for most in LENGTHS]
+        yield HistogramMetricFamily(
+            "aserve_draft_window_accepted_tokens",
+            "Drafts that a decode with drafts accepted",
+            buckets=[*buckets, ("+Inf", total)],
+            sum_value=sum(self._by_position),
+        )

@@ -252,6 +252,16 @@ def test_drafts_are_counted_by_what_was_accepted_of_them() -> None:
         for place in range(3)
     ]
     assert accepted == [2, 2, None]
+    histogram = "aserve_draft_window_accepted_tokens"
+    below = [
+        metrics.registry.get_sample_value(f"{histogram}_bucket", {"le": most})
+        for most in ("0.0", "1.0", "2.0", "24.0", "+Inf")
+    ]
+    assert below == [1, 1, 3, 3, 3]
+    assert [metrics.registry.get_sample_value(f"{histogram}_{of}") for of in ("sum", "count")] == [
+        4,
+        3,
+    ]
     assert report_of(SchedulerTick([], [outputs((0, 1))])).drafts is None
 
 
