@@ -113,9 +113,15 @@ def test_a_pipe_drops_steps_that_were_not_asked_for() -> None:
     into = torch.empty(2, 3, dtype=torch.bfloat16)
     last.receive(3, into)
     assert into.tolist() == [[3.0] * 3] * 2
-    first.send(4, torch.zeros(5))
+
+
+@pytest.mark.parametrize("sent", [torch.zeros(5, 3), torch.zeros(1, 3), torch.zeros(2, 3).half()])
+def test_b26_hidden_states_of_another_size_are_an_error_and_no_hang(sent: torch.Tensor) -> None:
+    """A stage that verifies drafts sends a row for each of them, and all stages expect as many."""
+    first, last = pipes()
+    first.send(4, sent)
     with pytest.raises(BugError, match="step 4"):
-        last.receive(4, into)
+        last.receive(4, torch.empty(2, 3))
 
 
 def test_a_neighbour_that_ends_is_noticed_at_once() -> None:

@@ -144,7 +144,7 @@ def test_a_threshold_above_1_gives_one_token_per_pass() -> None:
     assert naive(asked, "few")["r", 0].num_passes < 14
 
 
-def test_a_cached_prefix_never_ends_within_a_block() -> None:
+def test_b32_a_cached_prefix_never_ends_within_a_block() -> None:
     """With pages of one token: the KV of a token depends on what follows it in its block, so a
     block that goes on otherwise has nothing in common with the cached one."""
     ends = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 9], [1, 2, 3, 4, 8, 8], [1, 2, 3, 5, 6]]
@@ -156,7 +156,7 @@ def test_a_cached_prefix_never_ends_within_a_block() -> None:
 
 
 @pytest.mark.parametrize("max_folded_tokens", [0, 64])
-def test_a_cached_block_has_the_kv_of_its_final_tokens(max_folded_tokens: int) -> None:
+def test_b32_a_cached_block_has_the_kv_of_its_final_tokens(max_folded_tokens: int) -> None:
     """The last block of an answer is not shared: no pass has computed it from all its tokens."""
     options: dict[str, Any] = {"page_size": 1, "num_pages": 80, "max_rows": 1}
     options["max_folded_tokens"] = max_folded_tokens
@@ -170,7 +170,7 @@ def test_a_cached_block_has_the_kv_of_its_final_tokens(max_folded_tokens: int) -
     assert_naive([first, more], run([first, more], **failing))
 
 
-def test_a_retracted_row_reads_its_outputs_as_a_prompt() -> None:
+def test_b32_a_retracted_row_reads_its_outputs_as_a_prompt() -> None:
     asked = [request(f"r{number}", STEM[number : number + 9], max_tokens=20) for number in range(4)]
     served = run(asked, num_pages=13)
     assert served.num_retracted > 0
@@ -178,7 +178,7 @@ def test_a_retracted_row_reads_its_outputs_as_a_prompt() -> None:
 
 
 @pytest.mark.parametrize("max_batched_tokens", [4, 5, 11, 64])
-def test_chunks_of_a_prompt_end_with_blocks(max_batched_tokens: int) -> None:
+def test_b32_chunks_of_a_prompt_end_with_blocks(max_batched_tokens: int) -> None:
     asked = [request("long", STEM[:30]), request("short", STEM[5:10])]
     served = run(asked, max_batched_tokens=max_batched_tokens)
     assert_naive(asked, served)
@@ -187,7 +187,7 @@ def test_chunks_of_a_prompt_end_with_blocks(max_batched_tokens: int) -> None:
         assert all(end % BLOCK_LEN == 0 or end in (30, 5) for end in ends.tolist())
 
 
-def test_a_prompt_may_hold_the_mask_id() -> None:
+def test_b32_a_prompt_may_hold_the_mask_id() -> None:
     """What is known follows from positions: neither a prompt's mask is filled, nor is a block full
     that holds it."""
     for kind in KINDS:
@@ -195,6 +195,19 @@ def test_a_prompt_may_hold_the_mask_id() -> None:
         served = run(asked, kind)
         assert_naive(asked, served, kind)
         assert MASK_ID not in served.outputs["r", 0]
+
+
+@pytest.mark.parametrize("num_prompt", [3, 4, 8])
+def test_b32_an_answer_ends_at_every_place_of_a_block(num_prompt: int) -> None:
+    """One row alone, behind prompts that end a block and one that does not."""
+    [whole] = naive([request("", STEM[:num_prompt], max_tokens=11)]).values()
+    asked = []
+    for place, token in enumerate(whole.outputs):
+        asked.append(request(f"id {place}", STEM[:num_prompt], max_tokens=11, end_ids=(token,)))
+        asked.append(request(f"cap {place}", STEM[:num_prompt], max_tokens=1 + place))
+    served = run(asked, max_rows=1)
+    assert_naive(asked, served)
+    assert {len(outputs) for outputs in served.outputs.values()} == {*range(1, 12)}
 
 
 def test_a_limit_of_reasoning_within_a_block_begins_it_anew() -> None:

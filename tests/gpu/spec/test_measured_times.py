@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,11 @@ import aserve.measure_steps
 from aserve.gpu.build import BuildOptions, build_executor
 from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.spec.request import SpecOptions
+from aserve.gpu.step.ticket import StepTicket
 from aserve.measure_steps import warm_up
+from aserve.messages.base import array_i32
 from aserve.messages.results import StepTimes
+from aserve.messages.step import ScheduleBatch
 from aserve.tiny import DRAFTERS_DIR, MODEL_DIR
 from tests.gpu.drive import request, serve
 
@@ -50,12 +54,35 @@ def test_tokens_after_the_measurement_are_those_of_plain_decoding(algorithm: str
     assert served.num_resyncs == 0
 
 
-def test_each_kind_of_step_is_measured_for_as_many_rows_as_there_are() -> None:
-    [times] = measured(make("STANDALONE"))
+def test_each_kind_of_step_is_measured_for_as_many_rows_as_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A clock goes on by what each step would cost: 1 ms, 10 for the drafter to catch up with it,
+    and 100 for each row of it that drafts."""
+    executor, now_ms = make("STANDALONE"), 0
+    launch = executor.launch
+    wanted: set[int] = set()
+
+    def timed(batch: ScheduleBatch) -> StepTicket:
+        nonlocal now_ms
+        drafts = [] if batch.verify is None else array_i32(batch.verify.num_drafts).tolist()
+        wanted.update(num for num in drafts if num)
+        num_drafting = sum(num > 0 for num in drafts)
+        now_ms += 1 + 10 * (not batch.skips_drafter) + 100 * num_drafting
+        return launch(batch)
+
+    clock = SimpleNamespace(perf_counter=lambda: now_ms / 1000)
+    monkeypatch.setattr(executor, "launch", timed)
+    monkeypatch.setattr(aserve.measure_steps, "time", clock)
+    monkeypatch.setattr(aserve.measure_steps, "LONGEST_S", 1e9)
+    [times] = measured(executor)
     assert times.num_rows == (1, 4)
+    assert times.plain_us == pytest.approx((1e3, 1e3))
     assert list(times.window_us) == [0, 4]
-    plain, windows = times.plain_us, times.window_us[4]
-    assert all(0 < fast < slow for fast, slow in zip(plain, windows, strict=True))
+    assert times.window_us[0] == pytest.approx((11e3, 11e3))
+    assert times.window_us[4] == pytest.approx((111e3, 411e3))
+    assert times.first_us[4] == pytest.approx((111e3, 111e3))
+    assert wanted == {4}
 
 
 @pytest.mark.parametrize("max_model_len", [None, 64])
