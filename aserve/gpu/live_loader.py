@@ -24,9 +24,18 @@ from aserve.gpu.models.base import CausalModel, LoadPlan, ModelLoader
 from aserve.gpu.models.load import NativeLoader, make_loader
 from aserve.gpu.profiler import Profiler
 from aserve.gpu.replace_weights import Copy, copies
+from aserve.gpu.weight_check import WeightChecker
 from aserve.gpu.weights.source import CPU, ignore_progress, unwrapped
 from aserve.host.threads import in_thread
-from aserve.messages.requests import EngineJob, LoadLora, LoadWeights, Profile, Sleep, Wake
+from aserve.messages.requests import (
+    CheckWeights,
+    EngineJob,
+    LoadLora,
+    LoadWeights,
+    Profile,
+    Sleep,
+    Wake,
+)
 
 NO_SLEEP = InvalidRequest("An engine sleeps only in a process of its own: --processes 2").info()
 # What is raised for files that do not fit this model.
@@ -48,6 +57,7 @@ class LiveLoader:
     loras: LoraTables | None = None
     read_model: ReadModel | None = None
     profiler: Profiler = field(default_factory=Profiler)
+    checker: WeightChecker = field(default_factory=WeightChecker)
 
     async def run(
         self,
@@ -66,6 +76,8 @@ class LiveLoader:
                 param, read = "model_path", lambda: self._read_weights(job)
             case Profile():
                 return await self._profile(job, submit, died)
+            case CheckWeights():
+                return await self._check_weights(job)
             case Sleep() | Wake():
                 return NO_SLEEP
             case _:
@@ -90,6 +102,15 @@ class LiveLoader:
             return refusal.info()
         except OSError as failure:
             return InvalidRequest(f"The trace cannot be written: {failure}").info()
+
+    async def _check_weights(self, job: CheckWeights) -> ErrorInfo | None:
+        """Another thread reads the weights, beside the steps, which never write them."""
+        work = self.checker.compare if job.compares else self.checker.take
+        try:
+            await in_thread(lambda: work(self.model), name="weights")
+        except InvalidRequest as refusal:
+            return refusal.info()
+        return None
 
     def _read_adapter(self, load: LoadLora) -> list[Copy]:
         loras = self.loras

@@ -31,7 +31,7 @@ def copies(old: object, new: object) -> Iterator[Copy]:
         old = old.base
     if type(old) is not type(new):
         raise ConfigError(f"{type(old).__name__} cannot take over {type(new).__name__}")
-    for name in _attributes(old):
+    for name in attributes_of(old):
         yield from _copies_of(getattr(old, name), getattr(new, name), partial(setattr, old, name))
 
 
@@ -53,7 +53,7 @@ def _copies_of(old: object, new: object, rebind: Callable[[object], None]) -> It
         yield from copies(old, new)
 
 
-def _attributes(value: object) -> list[str]:
+def attributes_of(value: object) -> list[str]:
     slots = (getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
     names = [name for each in slots for name in each]
     return [*names, *getattr(value, "__dict__", ())]

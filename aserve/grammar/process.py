@@ -1,7 +1,7 @@
 """The server's handle of one compile worker process, which takes one job at a time.
 
 Its calls block, and one thread at a time may use it; only `interrupt` and `close` may be called
-from another thread.
+from another thread. The pipes are used and closed under a lock.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -59,6 +60,7 @@ class CompileProcess:
         self._jobs = self._process.stdin
         self._replies = self._process.stdout
         self._setup: Setup | None = None  # once it is ready
+        self._turn = threading.Lock()  # of the pipes
         self._is_closed = False
 
     @property
@@ -105,15 +107,18 @@ class CompileProcess:
         self._is_closed = True
         if self.is_alive:
             os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(BrokenPipeError), self._process:
+        with self._turn, contextlib.suppress(BrokenPipeError), self._process:
             pass  # closes the pipes and waits
         return self._process.returncode
 
     def _ask(self, message: Setup | Job, kind: type[T]) -> T | None:
         """Returns None if the process has ended."""
-        with contextlib.suppress(BrokenPipeError):
-            send(self._jobs, message)
-        return receive(self._replies, kind)
+        with self._turn:
+            if self._is_closed:
+                return None
+            with contextlib.suppress(BrokenPipeError):
+                send(self._jobs, message)
+            return receive(self._replies, kind)
 
     def _failure(self) -> Failed:
         """Returns why there is no reply. Raises BugError if the grammar did not cause it."""

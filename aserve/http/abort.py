@@ -20,6 +20,7 @@ from aserve.http.auth import IDENTITY, Identity
 from aserve.http.calls import RunningCalls
 from aserve.http.delivery import json_response
 from aserve.http.errors import refused
+from aserve.http.openai.limits import check_length
 from aserve.http.route import post
 from aserve.http.state import HttpContext
 from aserve.messages.requests import GenerateRequest
@@ -28,12 +29,19 @@ from aserve.request_stream import Gateway
 ABORTED = "request_aborted"
 PREFIX = re.compile("^(chatcmpl-|cmpl-|resp_|msg_)")  # of the id of an answer
 MAX_MESSAGE_CHARS = 200
+MAX_ABORTED_IDS = 128  # each is looked for among all open requests
 
 
 class AbortBody(msgspec.Struct, kw_only=True):
     rid: str | None = None
     abort_all: bool | None = None
     abort_message: str | None = None
+
+
+class AbortRequestsBody(AbortBody, kw_only=True):
+    """vLLM's body, whose `request_ids` may come with or instead of a `rid`."""
+
+    request_ids: list[str] | None = None
 
 
 class AbortedAnswer(msgspec.Struct):
@@ -81,18 +89,37 @@ class Aborts:
 
 
 async def abort_request(request: web.Request, _: HttpContext, body: AbortBody) -> web.Response:
+    return _abort(request, body, [body.rid], param="rid")
+
+
+async def abort_requests(
+    request: web.Request, _: HttpContext, body: AbortRequestsBody
+) -> web.Response:
+    """Ends several running requests, under vLLM's name."""
+    return _abort(request, body, [body.rid, *(body.request_ids or ())], param="request_ids")
+
+
+def _abort(
+    request: web.Request, body: AbortBody, given: Iterable[str | None], *, param: str
+) -> web.Response:
     identity = request[IDENTITY]
     if body.abort_all and not identity.is_admin:
         raise refused(403, "To abort the requests of all clients, send the admin API key.")
-    if not body.abort_all and not body.rid:
+    rids: list[str | None] = [None] if body.abort_all else [rid for rid in given if rid]
+    if not rids:
         raise InvalidRequest(
-            "Missing required parameter: 'rid'.", param="rid", code="missing_required_parameter"
+            f"Missing required parameter: '{param}'.",
+            param=param,
+            code="missing_required_parameter",
         )
+    check_length(rids, MAX_ABORTED_IDS, param=param)
     message = (body.abort_message or "The request was aborted.")[:MAX_MESSAGE_CHARS]
-    rid = None if body.abort_all else body.rid
-    answer = AbortedAnswer(request.app[ABORTS].abort(identity, rid, message))
-    return json_response(answer)
+    aborts = request.app[ABORTS]
+    return json_response(AbortedAnswer(sum(aborts.abort(identity, rid, message) for rid in rids)))
 
 
 ABORTS = web.AppKey("aborts", Aborts)
-ROUTES = (post("/abort_request", AbortBody, abort_request),)
+ROUTES = (
+    post("/abort_request", AbortBody, abort_request),
+    post("/abort_requests", AbortRequestsBody, abort_requests),
+)

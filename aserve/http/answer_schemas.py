@@ -87,6 +87,7 @@ ANSWERS: Mapping[str, Record] = {
     "POST /v1/files": FileObject,
     "GET /v1/files/{id}": FileObject,
     "POST /abort_request": AbortedAnswer,
+    "POST /abort_requests": AbortedAnswer,
     "GET /v1/requests": RunningList,
     "GET /v1/requests/{id}": RunningRequest,
     "POST /v1/requests/{id}": RunningRequest,

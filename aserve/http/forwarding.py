@@ -45,7 +45,8 @@ LOCAL = frozenset(
 MERGED = frozenset(
     {
         *(METRICS, "/abort_request", "/pause_generation", "/continue_generation", "/is_paused"),
-        *("/v1/requests", "/load", "/live", "/pause", "/resume"),
+        *("/v1/requests", "/load", "/live", "/pause", "/resume", "/abort_requests"),
+        *("/freeze_gc", "/set_trace_level"),
     }
 )
 # These go to the frontend that made the id.

@@ -51,7 +51,7 @@ def origin_of(
     limits = limits_in_headers(
         request.headers,
         started_s=request[STARTED_AT] if started_s is None else started_s,
-        is_traced=context.latency.on_end is not None,
+        is_traced=context.latency.is_traced,
     )
     origin = origin_for(caller_for(request, context), request[REQUEST_ID], context, limits)
     return begin_with(request.get(BEGINNING, b""), origin)

@@ -261,6 +261,15 @@ class Profile(Message, frozen=True):
     flags: tuple[str, ...] = ()  # arguments of torch.profiler that are true
 
 
+class CheckWeights(Message, frozen=True):
+    """http -> executor: takes a snapshot of the weights, or with `compares` answers an error unless
+    they are those of the snapshot. `check_id` is never used again.
+    """
+
+    check_id: int
+    compares: bool
+
+
 class Sleep(Message, frozen=True):
     """http -> engine: ends the process of the engine, and keeps its open requests."""
 
@@ -269,7 +278,8 @@ class Wake(Message, frozen=True):
     """http -> engine: starts the process again, which goes on with the open requests."""
 
 
-EngineJob: TypeAlias = LoadLora | LoadWeights | Profile | Sleep | Wake  # beside its requests
+# what an engine does beside its requests
+EngineJob: TypeAlias = LoadLora | LoadWeights | Profile | CheckWeights | Sleep | Wake
 
 
 class Cancel(Message, frozen=True):

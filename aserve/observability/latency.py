@@ -21,6 +21,7 @@ from aserve.messages.output import OutputChunk, Usage
 from aserve.messages.requests import ChatPrompt, GenerateRequest, SamplingParams
 from aserve.observability.reports import RequestState
 
+TRACE_LEVELS = (0, 1, 2, 3)  # SGLang's; here the last two mean the same
 MAX_ENDED = 1024  # timelines that are kept until their answer is written
 
 QUEUED = "queue_"
@@ -117,14 +118,19 @@ def phase_of(state: str) -> str:
 
 class Latency:
     """Keeps the timelines of timed requests. With `on_end` every request is timed, and its timeline
-    is passed on when it ends.
+    is passed on when it ends; without its phases if `trace_level` is 1, and not at all if it is 0.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.on_end: Callable[[Timeline, OutputChunk], None] | None = None
+        self.trace_level = TRACE_LEVELS[-1]
         self._clock = clock
         self._open: dict[str, Timeline] = {}
         self._ended: OrderedDict[str, dict[str, float]] = OrderedDict()  # seconds by state
+
+    @property
+    def is_traced(self) -> bool:
+        return self.on_end is not None and self.trace_level > 0
 
     def submitted(self, request: GenerateRequest) -> None:
         if request.started_s is not None:
@@ -154,7 +160,9 @@ class Latency:
         self._ended[chunk.request_id] = timeline.times
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
-        if self.on_end is not None:
+        if self.on_end is not None and self.is_traced:
+            if self.trace_level == 1:
+                timeline.phases.clear()
             self.on_end(timeline, chunk)
         timings = msgspec.json.encode(timings_of(timeline, chunk))
         return msgspec.structs.replace(chunk, timings=timings)

@@ -17,7 +17,7 @@ from aserve.config import Resolved
 from aserve.engine_core import LocalExecutor
 from aserve.errors import EngineDead, ErrorInfo
 from aserve.messages.executor import Ticket
-from aserve.messages.requests import EngineJob, LoadLora, LoadWeights
+from aserve.messages.requests import CheckWeights, EngineJob, LoadLora, LoadWeights
 from aserve.messages.step import Launch, Resync, Sample, ScheduleBatch
 from aserve.parallel.processes import RankProcess, rank_processes
 from aserve.parallel.topology import (
@@ -122,8 +122,9 @@ class ParallelExecutor:
 
     async def run_job(self, job: EngineJob) -> ErrorInfo | None:
         """A profile is that of rank 0. New weights and adapters are written by all ranks, each
-        between two steps of its own: no step that runs meanwhile uses them."""
-        if not isinstance(job, LoadWeights | LoadLora):
+        between two steps of its own: no step that runs meanwhile uses them. Each rank checks the
+        weights that it has."""
+        if not isinstance(job, LoadWeights | LoadLora | CheckWeights):
             return await self._own.run_job(job)
         self._num_jobs += 1
         answers: list[asyncio.Future[ErrorInfo | None]] = [
@@ -136,6 +137,8 @@ class ParallelExecutor:
             others = [await answer for answer in answers]
         finally:
             del self._answers[self._num_jobs]
+        if isinstance(job, CheckWeights):
+            return next((each for each in (error, *others) if each is not None), None)
         if any((other is None) != (error is None) for other in others):
             self._die(reason := EngineDead(f"only some ranks could load: {error}, {others}"))
             return reason.info()

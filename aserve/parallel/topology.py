@@ -15,7 +15,7 @@ import msgspec
 from aserve.config import Resolved
 from aserve.errors import ErrorInfo
 from aserve.messages.base import Message
-from aserve.messages.requests import LoadLora, LoadWeights
+from aserve.messages.requests import CheckWeights, LoadLora, LoadWeights
 from aserve.messages.step import Launch, Resync, Sample
 
 SHARED_FOLDER = "/dev/shm"  # files in it are memory
@@ -113,10 +113,10 @@ class RankFailed(Message, frozen=True):
 
 
 class RunJob(Message, frozen=True):
-    """Asks for new weights or an adapter. `number` is that of the answer."""
+    """Asks for new weights, an adapter or a check of weights. `number` is that of the answer."""
 
     number: int
-    job: LoadLora | LoadWeights
+    job: LoadLora | LoadWeights | CheckWeights
 
 
 class RankJobDone(Message, frozen=True):

@@ -38,6 +38,7 @@ from aserve.messages.requests import (
     Amend,
     Cancel,
     ChangeSettings,
+    CheckWeights,
     EngineJob,
     LoadLora,
     LoadWeights,
@@ -169,7 +170,7 @@ class EngineSide:
                 if isinstance(message, ChangeSettings):
                     logging.getLogger().setLevel(message.log_level.upper())
                 self._core.inbox.send(message)
-            case LoadLora() | LoadWeights() | Profile() | Sleep() | Wake():
+            case LoadLora() | LoadWeights() | Profile() | CheckWeights() | Sleep() | Wake():
                 self._link.spawn(self._run_job(message))
             case Start():
                 self._start.set_result(message)

@@ -27,6 +27,7 @@ from aserve.messages.requests import (
     Amend,
     Cancel,
     ChangeSettings,
+    CheckWeights,
     EngineEvent,
     EngineJob,
     LoadLora,
@@ -237,7 +238,7 @@ class RemoteEngineCore:
                 self._end(message.request_id, unexpected(message.request_id).info())
             case Start():
                 self._settle(EngineDead("the options cannot be sent to the engine's process"))
-            case LoadLora() | LoadWeights() | Profile() | Sleep() | Wake():
+            case LoadLora() | LoadWeights() | Profile() | CheckWeights() | Sleep() | Wake():
                 error = InvalidRequest("the path cannot be sent to the engine").info()
                 self._answer_job(message, error)
             case Cancel() | Amend() | ChangeSettings():

@@ -50,10 +50,10 @@ class Digests:
 
     def _of_files(self, paths: Iterable[Path]) -> str:
         """The hash of the names and hashes of the files, or nothing if there are none."""
-        lines = [f"{self._of_file(path)}  {path.name}\n" for path in paths]
+        lines = [f"{self.of_file(path)}  {path.name}\n" for path in paths]
         return hashlib.sha256("".join(lines).encode()).hexdigest() if lines else ""
 
-    def _of_file(self, path: Path) -> str:
+    def of_file(self, path: Path) -> str:
         stat = path.stat()
         key = (str(path), stat.st_size, stat.st_mtime_ns)
         if key not in self._known:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +51,18 @@ class FactFinder:
         async with self._turn:
             work = functools.partial(self._find, name, adapter_dir, dtype)
             return await in_thread(work, name="receipt")
+
+    async def weight_hashes(self, files: Sequence[Path]) -> tuple[str, list[str]]:
+        """Returns the hash of the model's weights, and those of further files."""
+
+        def find() -> tuple[str, list[str]]:
+            self._model_dir = self._model_dir or self._find_model()
+            has_weights = self._settings.get("load_format") != "dummy"
+            digest = self._digests.of(self._model_dir, has_weights=has_weights)
+            return digest.weights, [self._digests.of_file(path) for path in files]
+
+        async with self._turn:
+            return await in_thread(find, name="weights")
 
     def use(self, model_dir: Path) -> None:
         """The weights of the model are from now on those in this directory."""

@@ -234,6 +234,9 @@ async def test_a_pause_and_a_flush_hold_in_all_frontends(client: aiohttp.ClientS
     def cached(values: dict[str, float]) -> float:
         return values["aserve_cached_tokens_total"]
 
+    streams = await begin_on_both(client, max_tokens=400)
+    aborted = await post("/abort_requests", request_ids=[stream.id for stream in streams])
+    assert aborted == {"num_aborted": 2}
     await begin_on_both(client, max_tokens=400)
     assert await post("/pause_generation", mode="abort") == {"is_paused": True, "num_running": 0}
     assert await statuses() == {503}

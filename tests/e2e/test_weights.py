@@ -74,13 +74,25 @@ async def test_the_outputs_are_those_of_a_server_that_began_with_the_weights(
     async with serving(other, **fields) as fresh:
         expected = await outputs(fresh)
     async with serving(MODEL_DIR, **fields) as client:
+        assert (await checked(client, "compare"))["error"]["code"] == "no_snapshot"
+        files = [await checked(client, "checksum"), await checked(client, "snapshot")]
         before = await outputs(client)
+        assert (await checked(client, "compare"))["success"]
         body = {"model_path": str(other), "weight_version": "step-1"}
         status, answer = await post(client, "/update_weights_from_disk", **body)
         assert (status, answer["success"], answer["new_version"]) == (200, True, "step-1")
         assert await outputs(client) == (*expected[:2], "step-1") != (*before[:2], "step-1")
+        assert (await checked(client, "compare"))["error"]["code"] == "weights_differ"
+        assert (await checked(client, "checksum"))["payload"] != files[0]["payload"]
         await post(client, "/update_weights_from_disk", model_path=str(MODEL_DIR))
         assert await outputs(client) == before
+        assert (await checked(client, "compare"))["success"]
+        assert await checked(client, "checksum") == files[0]
+        assert "snapshot" in (await checked(client, "reset_tensors"))["error"]["message"]
+
+
+async def checked(client: ClientSession, action: str) -> dict[str, Any]:
+    return (await post(client, "/weights_checker", action=action))[1]
 
 
 def cut(folder: Path) -> None:

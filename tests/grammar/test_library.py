@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from aserve.config import GrammarOptions
-from aserve.errors import AserveError, BugError, InvalidRequest, QueueFull
+from aserve.errors import AserveError, BugError, InvalidRequest, QueueFull, ShuttingDown
 from aserve.grammar import library, source_limits
 from aserve.grammar.process import CompileProcess
 from aserve.grammar.worker import Setup
@@ -288,6 +288,14 @@ async def test_without_workers_there_is_no_structured_output() -> None:
     with rig(num_workers=0) as made:
         assert await code_of(made, Grammar("regex", "a")) == "unsupported_value"
         assert made.library._workers._all == set()
+
+
+def test_a_worker_that_was_closed_before_it_is_asked_says_that_the_server_ends() -> None:
+    """Its pipes are closed: to write to them was an error that nobody expected, in the log."""
+    worker = CompileProcess()
+    worker.close()
+    with pytest.raises(ShuttingDown):
+        worker.get_ready(Setup(vocabulary(), 20.0, 256 * MIB, idle_s=0))
 
 
 def test_a_worker_that_gets_no_job_ends_by_itself() -> None:

@@ -1,4 +1,4 @@
-"""POST /abort_request: exact ids, each client its own requests, the administrator all."""
+"""POST /abort_request(s): exact ids, each client its own requests, the administrator all."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from aserve.http.abort import MAX_ABORTED_IDS
 from tests.fakes.echo_engine import EchoEngine
 from tests.http.asking import Answer, ask, bearer
 
@@ -91,6 +92,23 @@ async def test_a_body_of_any_endpoint_may_have_the_clients_own_id(
         assert await aborted(paused, {"rid": "job-1"}) == len(body.get("prompt", "x"))
         assert (await task).status in (200, 499)
         assert await aborted(paused, {"rid": "job-1"}) == 0
+
+
+async def test_several_requests_end_by_a_list_of_ids(paused: EchoEngine) -> None:
+    async def asked(body: dict[str, Any], key: str = "ann") -> Answer:
+        return await ask(paused, "/abort_requests", body, headers=bearer(key))
+
+    tasks = [await started(paused, BODY | {"rid": rid}) for rid in ("x", "y", "z")]
+    assert (await asked({"request_ids": ["x", "y", "w"]}, "ben")).json == {"num_aborted": 0}
+    assert (await asked({"request_ids": ["x", "y", "w"]})).json == {"num_aborted": 2}
+    assert not tasks[2].done()
+    nobody = await asked({"request_ids": []})
+    assert (nobody.status, nobody.error["param"]) == (400, "request_ids"), "it does not mean all"
+    many = await asked({"request_ids": ["x"] * (MAX_ABORTED_IDS + 1)})
+    assert (many.status, many.error["code"]) == (400, "array_above_max_length")
+    assert (await asked({"abort_all": True})).status == 403
+    assert (await asked({"rid": "z"})).json == {"num_aborted": 1}
+    await asyncio.gather(*tasks)
 
 
 async def test_only_the_administrator_ends_everything(paused: EchoEngine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import re
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -54,6 +55,7 @@ async def locked(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EchoEngine]:
     monkeypatch.setattr(server, "ROUTES", ALL_ROUTES)
     async with EchoEngine(**OPTIONS) as engine:
         yield engine
+    gc.unfreeze()  # one of the routes freezes
 
 
 async def status(echo: EchoEngine, route: Route, headers: Mapping[str, str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -101,6 +102,14 @@ async def test_vllms_names_pause_and_resume_as_well(echo: EchoEngine) -> None:
     assert (await administered(echo, "/pause"))["num_running"] == 0
     assert (await running).error["code"] == "request_aborted"
     assert not (await administered(echo, "/resume"))["is_paused"]
+
+
+async def test_a_frozen_collector_skips_what_lives(echo: EchoEngine) -> None:
+    try:
+        frozen = await administered(echo, "/freeze_gc")
+        assert frozen["num_frozen"] > 0 < gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
 
 
 @pytest.mark.parametrize("path", ELSEWHERE)

@@ -186,6 +186,22 @@ async def test_the_log_of_requests_changes_while_requests_run(
     assert await settings(server) == before
 
 
+async def test_sglangs_name_changes_all_of_the_settings_or_none(server: WholeServer) -> None:
+    async def changed(**change: object) -> tuple[int, dict[str, Any]]:
+        body = {"server_args": change}
+        async with server.client.post("/set_internal_state", json=body, headers=ROOT) as answer:
+            return answer.status, await answer.json()
+
+    change = {"chunked_prefill_size": 8, "max_queued_requests": 7, "log_level": "error"}
+    ours = {"max_num_batched_tokens": 8, "max_queue": 7, "log_level": "error", "version": 2}
+    assert await changed(**change) == (200, {"updated": True, "server_args": START | ours})
+    assert await settings(server) == (200, START | ours)
+    for wrong in ({"pp_max_micro_batch_size": 8}, {"max_queued_requests": 0}, {"version": 1}):
+        status, error = await changed(**{"chunked_prefill_size": 4} | wrong)
+        assert status in (400, 409), error
+    assert await settings(server) == (200, START | ours)
+
+
 def test_a_frontend_follows_the_change_of_another_one() -> None:
     gateway = Gateway(submit=lambda _: None, cancel=lambda _: None)
     settings, log = LiveSettings(), RequestLog(is_on=False)

@@ -14,8 +14,10 @@ from aserve.observability.latency import Timeline
 from aserve.observability.tracing import open_tracing
 from aserve.server import connect_tracing
 from tests.fakes.executor import FakeExecutor
-from tests.http.whole_server import whole_server
+from tests.http.asking import bearer
+from tests.http.whole_server import WholeServer, whole_server
 
+ROOT = bearer("root")
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 PROMPT = {"prompt": "a" * 50, "max_tokens": 4, "ignore_eos": True}
 
@@ -33,9 +35,27 @@ def test_without_the_package_the_start_says_what_to_install(
         open_tracing("anything", model_name="m")
 
 
+async def trace_at(server: WholeServer, level: int) -> None:
+    """Changes the level, and asks something."""
+    async with server.client.get(f"/set_trace_level?level={level}", headers=ROOT) as answer:
+        assert answer.status == 200
+    async with server.client.post("/v1/completions", json=PROMPT) as answer:
+        assert answer.status == 200
+
+
+async def test_the_level_of_traces_is_refused_where_none_are_exported() -> None:
+    async with whole_server(FakeExecutor(), admin_api_key="root") as server:
+        for level, words in (("2", "--otlp-traces-endpoint"), ("4", "level"), ("", "level")):
+            query = {"level": level} if level else {}
+            asked = server.client.post("/set_trace_level", params=query, headers=ROOT)
+            async with asked as answer:
+                assert answer.status == 400
+                assert words in (await answer.json())["error"]["message"]
+
+
 async def test_with_tracing_the_timeline_of_every_request_is_passed_on_when_it_ends() -> None:
     ended: list[tuple[Timeline, OutputChunk]] = []
-    async with whole_server(FakeExecutor()) as server:
+    async with whole_server(FakeExecutor(), admin_api_key="root") as server:
         server.latency.on_end = lambda timeline, chunk: ended.append((timeline, chunk))
         for headers in ({"traceparent": TRACEPARENT}, {"traceparent": "x" * 1000}, {}):
             async with server.client.post(
@@ -43,6 +63,9 @@ async def test_with_tracing_the_timeline_of_every_request_is_passed_on_when_it_e
             ) as answer:
                 assert answer.status == 200
                 await answer.read()
+        await trace_at(server, 1)
+        assert ended.pop()[0].phases == [], "level 1 has no spans of phases"
+        await trace_at(server, 0)
     assert [timeline.traceparent for timeline, _ in ended] == [TRACEPARENT, "x" * 55, ""]
     for timeline, chunk in ended:
         assert chunk.is_last

@@ -18,7 +18,13 @@ from aserve.config import Facts, Raw, Resolved, resolve
 from aserve.engine_core import LocalExecutor
 from aserve.errors import EngineDead
 from aserve.load import load_executor
-from aserve.messages.requests import AdmitRequest, EngineJob, LoadLora, LoadWeights
+from aserve.messages.requests import (
+    AdmitRequest,
+    CheckWeights,
+    EngineJob,
+    LoadLora,
+    LoadWeights,
+)
 from aserve.parallel.leader import ParallelExecutor
 from aserve.parallel.topology import RankLost
 from aserve.text.load import load_tokenizer
@@ -140,6 +146,12 @@ async def test_ranks_take_adapters_and_new_weights_and_a_rank_that_stops_ends_th
     assert replaced != plain
     try:
         assert await outputs_after(two, jobs) == [plain, adapted, replaced, plain_again]
+        assert await two.run_job(CheckWeights(3, compares=False)) is None
+        assert await two.run_job(CheckWeights(4, compares=True)) is None
+        assert await two.run_job(jobs[1]) is None
+        differing = await two.run_job(CheckWeights(5, compares=True))
+        assert differing is not None
+        assert differing.code == "weights_differ"
         refused = await two.run_job(LoadLora(2, 1, str(tmp_path)))
         assert refused is not None
         assert "adapter_config.json" in refused.message

@@ -12,6 +12,7 @@ from aiohttp import web
 from aserve.batches.lines import MAX_LINES
 from aserve.grammar import source_limits as grammars
 from aserve.http import json_bounds
+from aserve.http.abort import MAX_ABORTED_IDS
 from aserve.http.batches.handlers import MAX_FIELD, MAX_OPEN, MAX_PAGE
 from aserve.http.decompress import MAX_RATIO
 from aserve.http.delivery import json_response
@@ -37,6 +38,7 @@ ITEMS = {
     "tools": MAX_TOOLS,
     "metadata": call.MAX_METADATA,
     "conversation": conversation.MAX_ITEMS,
+    "request_ids": MAX_ABORTED_IDS,
 }
 CHARACTERS = {
     "stop": limits.MAX_STOP_CHARS,

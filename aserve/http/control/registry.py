@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
-from aserve.http.control import pause, profile, sleep, weights
+from aserve.http.control import internals, pause, profile, sleep, weight_check, weights
 
-ROUTES = (*pause.ROUTES, *weights.ROUTES, *sleep.ROUTES, *profile.ROUTES)
+ROUTES = (
+    *(*pause.ROUTES, *weights.ROUTES, *weight_check.ROUTES),
+    *(*sleep.ROUTES, *profile.ROUTES, *internals.ROUTES),
+)
