@@ -21,6 +21,8 @@ class Faults:
     """
 
     def __init__(self, spec: EngineSpec, *, chaos: random.Random, rate: float) -> None:
+        # With several ranks, what went well here may have failed elsewhere.
+        self._forgives = spec.dp_size == 1
         self.chaos = chaos
         self.rate = rate
         self.device = FakeDevice(
@@ -52,7 +54,7 @@ class Faults:
         is_hit = may_fail and self.chaos.random() < self.rate
         if is_hit:
             self._hurt.update(keys)
-        elif is_whole and not self.device.was_unsound:
+        elif self._forgives and is_whole and not self.device.was_unsound:
             self._hurt.difference_update(keys)
         return is_hit
 

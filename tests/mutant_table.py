@@ -170,15 +170,15 @@ MUTANTS = (
     Mutant(
         "a prefill that leaves the other rows no page",
         "aserve/scheduling/budget.py",
-        "state.cache.available(group) - max(0, total - mine)",
-        "state.cache.available(group)",
+        "state.cache.available(pool) - max(0, step_total[pool] - own[pool])",
+        "state.cache.available(pool)",
         f"{ROOM}::test_a_prefill_leaves_the_other_rows_the_pages_of_their_next_step",
     ),
     Mutant(
         "ample room claimed where a row's next page is not there",
         "aserve/scheduling/budget.py",
-        "return all(state.cache.available(group) >= most for group in groups)",
-        "return all(state.cache.available(group) >= most // 4 for group in groups)",
+        "return all(state.cache.available(pool) >= most for pool in pools)",
+        "return all(state.cache.available(pool) >= most // 4 for pool in pools)",
         f"{ROOM}::test_a_prefill_leaves_the_other_rows_the_pages_of_their_next_step",
     ),
     Mutant(

@@ -20,12 +20,13 @@ from aserve.messages.executor import EngineSpec, SchedulerEffect, SchedulerEvent
 from aserve.messages.output import Amended, Refused, Retired, StepOutput
 from aserve.messages.requests import AdmitRequest, Amend, Cancel
 from aserve.messages.results import BuildMask, MaskReady, StepTimes
-from aserve.messages.step import Launch, Resync, Sample, ScheduleBatch
+from aserve.messages.step import Launch, Resync, Sample
 from aserve.messages.transfers import KvFailed, KvReady, ReceiveKv, SendKv
 from aserve.observability.recording import Recorder
 from aserve.scheduling.check import describe
 from aserve.scheduling.request import child_seed
 from aserve.scheduling.scheduler import Scheduler
+from tests.fakes.rank_devices import RankDevices
 from tests.fakes.toy_device import ToyMatchers
 from tests.faults import Faults
 from tests.launch_checks import LaunchChecks
@@ -60,15 +61,23 @@ class TraceRun:
         self.scheduler = WatchedState(trace.spec, debug_checks=True)
         self.scheduler.changes = []
         self.scheduler.failed_masks = []
-        self.device = Faults(trace.spec, chaos=self.chaos, rate=trace.fail_rate).device
-        self.device.whole_prompts = {
+        self.ranks = RankDevices(
+            [
+                Faults(trace.spec, chaos=self.chaos, rate=trace.fail_rate).device
+                for _ in range(trace.spec.dp_size)
+            ]
+        )
+        self.device = self.ranks.devices[0]
+        whole_prompts = {
             child_seed(request.sampling.seed, child)
             for request in trace.requests
             if not request.is_causal
             for child in range(request.sampling.n)
         }
+        for device in self.ranks.devices:
+            device.whole_prompts = whole_prompts
         self.matchers = ToyMatchers(trace.spec.vocab_size)
-        self.commands: deque[ScheduleBatch | Sample | Resync] = deque()
+        self.commands: deque[Launch | Sample | Resync] = deque()
         self.asks: deque[BuildMask] = deque()
         self.transfers: list[ReceiveKv] = []
         self.arrivals = deque(trace.requests)
@@ -150,7 +159,7 @@ class TraceRun:
             return self.arrivals.popleft()
         if source is self.asks:
             return self._answer(self.asks.popleft())
-        return self.device.run(self.commands.popleft())
+        return self.ranks.run(self.commands.popleft())
 
     def _answer(self, ask: BuildMask) -> MaskReady:
         ready = self.matchers.fill(ask)
@@ -196,10 +205,12 @@ class TraceRun:
     def _perform(self, effect: SchedulerEffect) -> None:
         match effect:
             case Launch():
-                [batch] = effect.batches
-                self.commands.append(batch)
+                assert len(effect.batches) == self.trace.spec.dp_size
+                self.commands.append(effect)
                 self.num_launched += 1
-                self.checks.check(batch)
+                for batch in effect.batches:
+                    if batch.rows:
+                        self.checks.check(batch)
             case Sample() | Resync():
                 self.commands.append(effect)
             case BuildMask():
@@ -232,8 +243,9 @@ class TraceRun:
         assert state.rows.num_free == self.trace.spec.max_rows
         state.cache.check([])
         state.cache.evict_all()
-        for index, group in enumerate(self.trace.spec.groups):
-            assert state.cache.num_free(index) == group.num_pages - 1
+        groups = self.trace.spec.groups * self.trace.spec.dp_size
+        for pool, group in enumerate(groups):
+            assert state.cache.num_free(pool) == group.num_pages - 1
 
     def _who_waits(self) -> str:
         return "; ".join(describe(sequence) for sequence in self.scheduler.state.living())

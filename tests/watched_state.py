@@ -28,6 +28,7 @@ class WatchedState(Scheduler):
     failed_masks: list[MaskReady]
     num_retracted = 0
     num_watched = 0
+    ranks: dict[Sequence, int]  # of the rows that ran before the last launch
 
     def handle(self, event: SchedulerEvent) -> None:
         """Notes how many outputs each child had when it was changed, and each failed mask for which
@@ -53,6 +54,7 @@ class WatchedState(Scheduler):
 
     def _launch_next(self) -> bool:
         before: Holdings = {row: row.allocation for row in self.state.running.values()}
+        self.ranks = {row: row.rank for row in before}
         has_launched = super()._launch_next()
         # A sequence that stepped back and was admitted again at once has another allocation.
         retracted = [row for row, allocation in before.items() if row.allocation is not allocation]
@@ -67,9 +69,10 @@ class WatchedState(Scheduler):
             ]
             launch = self.state.effects[-1]
             assert isinstance(launch, Launch)
-            [batch] = launch.batches
-            expected = self._expected_stats(batch, admitted)
-            assert batch.stats == expected, f"{batch.stats} is not {expected}"
+            stats, *others = [batch.stats for batch in launch.batches]
+            expected = self._expected_stats(launch.batches, admitted)
+            assert stats == expected, f"{stats} is not {expected}"
+            assert all(other == StepStats() for other in others)
         return has_launched
 
     def _check_retracted(self, retracted: list[Sequence], before: list[Sequence]) -> None:
@@ -86,27 +89,29 @@ class WatchedState(Scheduler):
             for other in before:
                 has_many = num_rows[row.client] > share or num_left[row.client] > 0
                 makes_way = row.client is not other.client and has_many
-                is_bound = other.phase is Phase.AWAITING_KV
+                is_bound = other.phase is Phase.AWAITING_KV or _is_elsewhere(other, self.ranks, row)
                 assert other in retracted or makes_way or is_bound or _goes_before(row, other), (
                     f"{row.request_id}/{row.child} stepped back, not "
                     f"{other.request_id}/{other.child}"
                 )
 
-    def _expected_stats(self, batch: ScheduleBatch, admitted: list[Sequence]) -> StepStats:
+    def _expected_stats(
+        self, batches: tuple[ScheduleBatch, ...], admitted: list[Sequence]
+    ) -> StepStats:
         state = self.state
         phases = [sequence.phase for sequence in state.living()]
-        query_lens, kv_lens = (
-            array_i32(batch.query_lens).tolist(),
-            array_i32(batch.kv_lens).tolist(),
+        rows, query_lens, kv_lens = (
+            [value for batch in batches for value in array_i32(getattr(batch, name)).tolist()]
+            for name in ("rows", "query_lens", "kv_lens")
         )
-        sequences = [state.running[row] for row in array_i32(batch.rows).tolist()]
+        sequences = [state.running[row] for row in rows]
         prefill_spans = [
             query_len
             for sequence, query_len, kv_len in zip(sequences, query_lens, kv_lens, strict=True)
             if sequence in admitted or sequence.tokens.num - kv_len > state.spec.decode.root_len
         ]
         pages = {
-            page
+            (allocation.rank, page)
             for allocation in [
                 *(row.allocation for row in state.running.values()),
                 *(transfer.allocation for transfer in state.transfers.values()),
@@ -123,8 +128,13 @@ class WatchedState(Scheduler):
             num_retracted=self.num_retracted,
             num_cached_tokens=sum(_num_cached(row) for row in admitted) * state.spec.page_size,
             used_pages=len(pages),
-            total_pages=state.spec.groups[0].num_pages - 1,
+            total_pages=state.spec.dp_size * (state.spec.groups[0].num_pages - 1),
         )
+
+
+def _is_elsewhere(other: Sequence, ranks: dict[Sequence, int], row: Sequence) -> bool:
+    """Whether the pages of the other would have been of no use on the row's rank."""
+    return ranks[other] != ranks[row]
 
 
 def _num_cached(sequence: Sequence) -> int:

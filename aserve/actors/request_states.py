@@ -62,7 +62,7 @@ class RequestStates:
         chunks: dict[str, int] = {}
         for effect in tick.effects:
             match effect:
-                case Launch():
+                case Launch() if effect.batches[0].stats.num_prefill_rows:
                     for batch in effect.batches:
                         self._count(batch, chunks)
                 case _:
@@ -70,8 +70,6 @@ class RequestStates:
         return chunks
 
     def _count(self, batch: ScheduleBatch, chunks: dict[str, int]) -> None:
-        if not batch.stats.num_prefill_rows:
-            return
         root_len = self._state.spec.decode.root_len
         rows, query_lens = array_i32(batch.rows).tolist(), array_i32(batch.query_lens).tolist()
         inits = {init.row for init in batch.row_inits}

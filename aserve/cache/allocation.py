@@ -20,9 +20,18 @@ class PageAllocation:
     page table of a row is append-only while its sequence runs.
     """
 
-    __slots__ = ("is_inserting", "num_holds", "num_pages", "num_released", "pages", "prefix")
+    __slots__ = (
+        "is_inserting",
+        "num_holds",
+        "num_pages",
+        "num_released",
+        "pages",
+        "prefix",
+        "rank",
+    )
 
-    def __init__(self, num_groups: int) -> None:
+    def __init__(self, num_groups: int, *, rank: int = 0) -> None:
+        self.rank = rank  # the data-parallel rank that has the pages
         self.pages: list[array[int]] = [array("i") for _ in range(num_groups)]
         self.num_pages = 0  # page indices, with those that have left a window
         self.prefix = Prefix()

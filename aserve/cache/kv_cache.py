@@ -29,6 +29,7 @@ class KvCache:
         "_has_prefix_cache",
         "_page_size",
         "_pools",
+        "_rank",
         "_tree",
         "_windowed",
         "_windows",
@@ -36,10 +37,16 @@ class KvCache:
     )
 
     def __init__(
-        self, groups: tuple[GroupSpec, ...], *, page_size: int, prefix_cache: bool
+        self,
+        groups: tuple[GroupSpec, ...],
+        *,
+        page_size: int,
+        prefix_cache: bool,
+        rank: int = 0,
     ) -> None:
         if not groups or groups[0].window is not None:
             raise BugError(f"the first layer group must have no window: {groups}")
+        self._rank = rank  # the data-parallel rank
         self._page_size = page_size
         self._has_prefix_cache = prefix_cache
         self._pools = tuple(PagePool(group.name, group.num_pages) for group in groups)
@@ -68,7 +75,7 @@ class KvCache:
         Without a prefix the KV of the first `skipped_len` positions may come from elsewhere. The
         allocation must then grow beyond them at once, and has no pages that no later position sees.
         """
-        allocation = PageAllocation(len(self._pools))
+        allocation = PageAllocation(len(self._pools), rank=self._rank)
         if not prefix.num_pages:
             for group in self._windowed:
                 first = self._first_visible(group, skipped_len)

@@ -83,27 +83,37 @@ def _are_distinct(values: np.ndarray[tuple[int], np.dtype[np.int32]]) -> bool:
 
 
 class RowPool:
-    """Rows 1..max_rows. Row 0 is padding and is never taken.
+    """Rows 1..max_rows. Row 0 is padding and is never taken. Data-parallel ranks have rows in turn
+    (`rank_of`).
 
-    The lowest free row is taken first, so the rows in use stay dense, and a recording replays
-    exactly.
+    The lowest free row of a rank is taken first, so the rows in use stay dense, and a recording
+    replays exactly.
     """
 
     __slots__ = ("_free", "_is_free", "max_rows")
 
-    def __init__(self, max_rows: int) -> None:
+    def __init__(self, max_rows: int, *, dp_size: int = 1) -> None:
         self.max_rows = max_rows
-        self._free = list(range(1, max_rows + 1))  # ascending, so it is a heap
+        # by rank; ascending, so each is a heap
+        self._free = [list(range(1 + rank, max_rows + 1, dp_size)) for rank in range(dp_size)]
         self._is_free = bytearray([0]) + bytearray(b"\x01") * max_rows
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return sum(map(len, self._free))
 
-    def take(self) -> int:
-        if not self._free:
-            raise BugError(f"a row was asked for, but all {self.max_rows} are taken")
-        row = heapq.heappop(self._free)
+    def num_free_of(self, rank: int) -> int:
+        return len(self._free[rank])
+
+    def num_taken_of(self, rank: int) -> int:
+        num_rows = len(range(rank, self.max_rows, len(self._free)))
+        return num_rows - len(self._free[rank])
+
+    def take(self, rank: int = 0) -> int:
+        if not self._free[rank]:
+            taken = self.num_taken_of(rank)
+            raise BugError(f"a row was asked for, but all {taken} are taken on rank {rank}")
+        row = heapq.heappop(self._free[rank])
         self._is_free[row] = 0
         return row
 
@@ -113,4 +123,4 @@ class RowPool:
         if self._is_free[row]:
             raise BugError(f"row {row} came back, but it is free already")
         self._is_free[row] = 1
-        heapq.heappush(self._free, row)
+        heapq.heappush(self._free[(row - 1) % len(self._free)], row)

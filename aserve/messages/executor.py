@@ -107,6 +107,9 @@ class EngineSpec(Record, frozen=True):
     task: Task = "generate"  # of the model; any other one answers a prompt with one vector
     whole_prompts: bool = False  # a prompt is computed in one step, and its KV is never shared
     hot_bytes_per_row: int = 0  # device memory of a request's hot rows (HiSparse)
+    # Ranks that have rows, pages and a prefix cache of their own. The rows are those of all ranks;
+    # the pages and the tokens of a step are those of one.
+    dp_size: int = 1
 
     def changed(self, change: ChangeSettings, *, least_tokens: int = 1) -> EngineSpec:
         return msgspec.structs.replace(

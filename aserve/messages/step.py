@@ -1,7 +1,8 @@
 """The messages of one step: `ScheduleBatch`, which the scheduler decides, and the effects around
 it.
 
-Rows are 1..max_rows. Row 0 is padding, and so are page 0 and its slots.
+Rows are 1..max_rows. Row 0 is padding, and so are page 0 and its slots. Data-parallel ranks have
+rows in turn: with D of them, row r is one of rank (r - 1) mod D.
 """
 
 from __future__ import annotations
@@ -125,7 +126,8 @@ class ScheduleBatch(Message, frozen=True):
 
 class Launch(Message, frozen=True):
     """Launches one step. Each data-parallel rank has its own batch, with the rank's own rows and
-    pages, and a rank without work has one without rows. All of them have the same iteration.
+    pages, and a rank without work has one without rows. All of them have the same iteration, and
+    the first one has the statistics of all.
     """
 
     batches: tuple[ScheduleBatch, ...]

@@ -72,8 +72,7 @@ class StepLog:
                     pass
         for effect in tick.effects:
             if isinstance(effect, Launch):
-                for batch in effect.batches:
-                    self._launch(batch, now)
+                self._launch(effect.batches[0], now)
 
     def _launch(self, batch: ScheduleBatch, now: float) -> None:
         if not self._launched:

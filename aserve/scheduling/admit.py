@@ -7,8 +7,9 @@ and `SchedulerState.arrivals`.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 
+from aserve.cache.prefix_tree import PageKeys
 from aserve.errors import ErrorInfo, NeverFits, QueueFull
 from aserve.messages.output import Refused
 from aserve.messages.requests import AdmitRequest
@@ -20,6 +21,7 @@ from aserve.scheduling.followers import follow, lead
 from aserve.scheduling.forced import end_reasoning
 from aserve.scheduling.forecast import fits_ahead
 from aserve.scheduling.grammar_rows import ask_mask, has_slow_room, return_slow
+from aserve.scheduling.ranks import rank_order, sequences_by_rank
 from aserve.scheduling.request import Phase, Sequence
 from aserve.scheduling.reserve import Reserve
 from aserve.scheduling.state import SchedulerState
@@ -64,12 +66,12 @@ def admit(
     state: SchedulerState,
     prefills: list[Sequence],
     *,
-    num_tokens: int,
+    num_tokens: list[int],
     owed: Collection[Sequence] = (),
 ) -> list[Sequence]:
     """Gives rows and cached prefixes to waiting sequences, in their order, while there is room and
-    `num_tokens` of the step suffice for them after the prefills that go before them. Returns the
-    new prefills. Those that are `owed` a place need not fit the forecast of pages.
+    `num_tokens` of some rank's step suffice for them after the prefills that go before them.
+    Returns the new prefills. Those that are `owed` a place need not fit the forecast of pages.
 
     A sequence that runs alone always has room: that was tested when it came. The work of a tick is
     bounded by `looks_left`, and every sequence that is looked at is admitted or waits outside the
@@ -80,7 +82,8 @@ def admit(
     if not state.waiting or not state.rows.num_free:
         return admitted
     reserve = Reserve(state)
-    line = _PrefillLine(prefills)
+    by_rank = sequences_by_rank(state, prefills)
+    lines = [_PrefillLine(*each) for each in zip(by_rank, num_tokens, strict=True)]
     while state.rows.num_free and state.looks_left > 0:
         sequence = state.waiting.pop()
         if sequence is None:
@@ -89,23 +92,23 @@ def admit(
         if not has_slow_room(state, sequence):
             state.slow_waiting.add(sequence)
             continue
-        if line.num_tokens_before(sequence) >= num_tokens:
-            state.waiting.add(sequence)
-            break
-        if not open_prefix(state, sequence):
-            continue
-        has_room = not sequence.awaits_kv or _has_pages(state, sequence)
-        has_room &= not state.running or (
-            reserve.has_room_beside(sequence) and (sequence in owed or fits_ahead(state, sequence))
+        ranks = [
+            rank
+            for rank, line in enumerate(lines)
+            if state.rows.num_free_of(rank) and line.has_tokens_for(sequence)
+        ]
+        has_room = open_with_room(
+            state, sequence, ranks, lambda each: _has_room(state, each, reserve, owed)
         )
+        if has_room is None:
+            continue
         if not has_room:
-            undo_open(state, sequence)
             state.waiting.add(sequence)
             break
         _take_row(state, sequence)
         reserve.add(sequence)
         if not sequence.awaits_kv:
-            line.add(sequence)
+            lines[sequence.rank].add(sequence)
             admitted.append(sequence)
         assert sequence.allocation is not None
         state.looks_left -= sequence.allocation.num_pages // PAGES_PER_LOOK
@@ -120,16 +123,19 @@ def prefill_order(sequence: Sequence) -> tuple[int, int, int]:
 
 
 class _PrefillLine:
-    """The prefills of a step in the order in which they are fed, each with its tokens."""
+    """The prefills of a rank's step in the order in which they are fed, each with its tokens."""
 
-    __slots__ = ("_line",)
+    __slots__ = ("_line", "_num_tokens")
 
-    def __init__(self, prefills: list[Sequence]) -> None:
+    def __init__(self, prefills: list[Sequence], num_tokens: int) -> None:
+        """`num_tokens` are those that the step has for them."""
+        self._num_tokens = num_tokens
         self._line = sorted((prefill_order(row), row.remaining) for row in prefills)
 
-    def num_tokens_before(self, sequence: Sequence) -> int:
+    def has_tokens_for(self, sequence: Sequence) -> bool:
+        """Returns whether the prefills before the sequence leave it any."""
         end = bisect_left(self._line, (prefill_order(sequence), 0))
-        return sum(num_tokens for _, num_tokens in self._line[:end])
+        return sum(num_tokens for _, num_tokens in self._line[:end]) < self._num_tokens
 
     def add(self, sequence: Sequence) -> None:
         insort(self._line, (prefill_order(sequence), sequence.remaining))
@@ -184,26 +190,55 @@ def _end_or_ask(state: SchedulerState, sequence: Sequence) -> None:
         ask_mask(state, sequence)
 
 
-def open_prefix(state: SchedulerState, sequence: Sequence) -> bool:
+def open_with_room(
+    state: SchedulerState,
+    sequence: Sequence,
+    ranks: Iterable[int],
+    has_room: Callable[[Sequence], bool],
+) -> bool | None:
+    """Opens the prefix of the sequence on the first of the ranks, in the order in which it would
+    have them, where it then has room. Returns None if it waits for a running row instead.
+    """
+    page_size = state.spec.page_size
+    keys = sequence.page_keys(page_size) if state.spec.prefix_cache else sequence.keys
+    for rank in rank_order(state, sequence, keys, ranks):
+        if not _open_prefix(state, sequence, keys, rank=rank):
+            return None
+        if has_room(sequence):
+            return True
+        undo_open(state, sequence)
+    return False
+
+
+def _has_room(
+    state: SchedulerState, sequence: Sequence, reserve: Reserve, owed: Collection[Sequence]
+) -> bool:
+    if sequence.awaits_kv and not _has_pages(state, sequence):
+        return False
+    return not state.rows.num_taken_of(sequence.rank) or (
+        reserve.has_room_beside(sequence) and (sequence in owed or fits_ahead(state, sequence))
+    )
+
+
+def _open_prefix(state: SchedulerState, sequence: Sequence, keys: PageKeys, *, rank: int) -> bool:
     """Locks the cached prefix, unless a running row is about to commit the page behind it. KV is
     awaited only if a page of it or more is missing.
     """
     page_size = state.spec.page_size
-    keys = sequence.page_keys(page_size) if state.spec.prefix_cache else sequence.keys
-    prefix, most = cached_prefix(state, sequence, keys)
+    prefix, most = cached_prefix(state, sequence, keys, rank=rank)
     if follow(state, sequence, num_cached=prefix.num_pages, most=most):
         return False
     sequence.restart(prefix.num_pages * page_size)
     sequence.awaits_kv &= sequence.remaining > page_size
     # The transfer may leave the last token to be computed here.
     skipped_len = sequence.tokens.num - 1 if sequence.awaits_kv else 0
-    sequence.allocation = state.cache.open(prefix, skipped_len=skipped_len)
+    sequence.allocation = state.cache.ranks[rank].open(prefix, skipped_len=skipped_len)
     return True
 
 
 def undo_open(state: SchedulerState, sequence: Sequence) -> None:
     assert sequence.allocation is not None
-    state.cache.close(sequence.allocation, sequence.keys, num_pages=0)
+    state.cache.of(sequence.allocation).close(sequence.allocation, sequence.keys, num_pages=0)
     sequence.allocation = None
     sequence.restart(0)
 
@@ -216,7 +251,8 @@ def _take_row(state: SchedulerState, sequence: Sequence) -> None:
         sequence.unpaid = sequence.tokens.num - sequence.committed_len
     sequence.client.take_row(sequence.unpaid)
     sequence.first_iteration = state.next_iteration
-    sequence.take_row(state.table, state.rows.take(), page_size=state.spec.page_size)
+    row = state.rows.take(sequence.rank)
+    sequence.take_row(state.table, row, page_size=state.spec.page_size)
     state.running[sequence.row] = sequence
     for token_id in sequence.end_ids:
         if 0 <= token_id < state.spec.vocab_size:  # the others are never sampled
@@ -231,6 +267,6 @@ def _take_row(state: SchedulerState, sequence: Sequence) -> None:
 def _has_pages(state: SchedulerState, sequence: Sequence) -> bool:
     """Returns whether all pages of its tokens are there now."""
     assert sequence.allocation is not None
-    return has_room(
-        state, state.cache.missing(sequence.allocation, state.num_pages(sequence.tokens.num))
-    )
+    allocation, num_pages = sequence.allocation, state.num_pages(sequence.tokens.num)
+    missing = state.cache.of(allocation).missing(allocation, num_pages)
+    return has_room(state, state.cache.in_pools(allocation.rank, missing))

@@ -28,7 +28,8 @@ def advance_rows(state: SchedulerState, step: Step, indices: Column, *, advance:
         for index in indices.tolist():
             sequence = step.sequences[index]
             assert sequence.allocation is not None
-            state.cache.release_behind(sequence.allocation, sequence.committed_len)
+            cache = state.cache.of(sequence.allocation)
+            cache.release_behind(sequence.allocation, sequence.committed_len)
 
 
 def _commit_pages(state: SchedulerState, sequence: Sequence) -> None:
@@ -36,7 +37,8 @@ def _commit_pages(state: SchedulerState, sequence: Sequence) -> None:
     assert sequence.allocation is not None
     page_size = state.spec.page_size
     num_pages = sequence.cacheable_len // page_size
-    state.cache.commit(sequence.allocation, sequence.page_keys(page_size), num_pages=num_pages)
+    cache = state.cache.of(sequence.allocation)
+    cache.commit(sequence.allocation, sequence.page_keys(page_size), num_pages=num_pages)
     lead(state, sequence)
     if sequence.followers:
         wake(state, sequence)

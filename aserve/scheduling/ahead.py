@@ -201,7 +201,9 @@ def _prefills(state: SchedulerState) -> list[Sequence]:
 def _num_free(state: SchedulerState, request: AdmitRequest) -> int:
     """Returns the number of sequences like this one for which there are rows and pages."""
     pages = state.num_pages(num_values(request.prompt_ids) + 1)
-    return min(state.rows.num_free, state.cache.available(0) // pages)
+    cache = state.cache
+    first_pools = [cache.pools_of(rank)[0] for rank in range(state.spec.dp_size)]
+    return min(state.rows.num_free, sum(cache.available(pool) // pages for pool in first_pools))
 
 
 def _has_claim(

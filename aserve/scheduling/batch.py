@@ -6,8 +6,8 @@ Writes `SchedulerState.steps` and `SchedulerState.next_iteration`.
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from aserve.cache.allocation import num_shared_pages
 from aserve.messages.base import pack_i32
@@ -17,6 +17,7 @@ from aserve.scheduling.flights import Step, plan_step, send
 from aserve.scheduling.forecast import relax
 from aserve.scheduling.grammar_rows import ask_mask
 from aserve.scheduling.input_ids import expected_stamps, input_ids, next_ids
+from aserve.scheduling.ranks import step_parts
 from aserve.scheduling.request import Sequence
 from aserve.scheduling.rows import Column
 from aserve.scheduling.state import SchedulerState
@@ -26,27 +27,31 @@ from aserve.scheduling.table_writes import page_writes, row_inits
 def launch(
     state: SchedulerState, rows: Column, query_lens: Column, *, admitted: list[Sequence]
 ) -> None:
-    """Builds the batch from the state before this step, then puts the step in flight."""
+    """Builds the batches from the state before this step, then puts the step in flight."""
     table, iteration = state.table, state.next_iteration
     state.next_iteration += 1
     relax(state)
     sequences = [state.running[row] for row in rows.tolist()]
     step = plan_step(table, sequences, query_lens, iteration=iteration, caps=state.spec.decode)
     is_held = step.samples & (table.has_mask[rows] > 0)
-    batch = _build(state, step, is_held=is_held, stats=_stats(state, step, admitted))
+    stats = _stats(state, step, admitted)
+    skips_drafter = state.draft_choice.note_launch(table, step, stats)
+    first, *others = [
+        _build(state, part, skips_drafter=skips_drafter) for part in step_parts(state, step)
+    ]
+    batches = (msgspec.structs.replace(first, stats=stats), *others)
     state.steps[iteration] = step
     send(table, step, stamp=stamp_of(iteration))
     for index in is_held.nonzero()[0].tolist():
         sequences[index].is_blocked = True
         state.held[sequences[index].row] = step
         ask_mask(state, sequences[index])
-    state.effects.append(Launch((batch,)))
+    state.effects.append(Launch(batches))
 
 
-def _build(
-    state: SchedulerState, step: Step, *, is_held: npt.NDArray[np.bool_], stats: StepStats
-) -> ScheduleBatch:
+def _build(state: SchedulerState, step: Step, *, skips_drafter: bool) -> ScheduleBatch:
     table, rows = state.table, step.rows
+    is_held = step.samples & (table.has_mask[rows] > 0)
     is_grown = table.written_pages[rows] != table.num_pages[rows]
     grown = [step.sequences[index] for index in is_grown.nonzero()[0].tolist()]
     has_drafts = step.num_drafts.any()
@@ -66,9 +71,8 @@ def _build(
         verify=VerifyPlan(pack_i32(step.num_drafts), state.spec.decode.tree)
         if has_drafts
         else None,
-        stats=stats,
         shared_pages=_shared_pages(step.sequences) if state.spec.names_shared_pages else 0,
-        skips_drafter=state.draft_choice.note_launch(table, step, stats),
+        skips_drafter=skips_drafter,
     )
 
 
@@ -83,7 +87,7 @@ def _stats(state: SchedulerState, step: Step, admitted: list[Sequence]) -> StepS
         is_new[[sequence.row for sequence in admitted]] = True
         is_prefill |= is_new[step.rows]
     num_prefill_rows = int(is_prefill.sum())
-    total = state.spec.groups[0].num_pages - 1
+    total = state.spec.dp_size * (state.spec.groups[0].num_pages - 1)
     return StepStats(
         num_prefill_rows=num_prefill_rows,
         num_prefill_tokens=int(step.query_lens[is_prefill].sum()),

@@ -44,15 +44,18 @@ def uncut_blocks(query_lens: Column, remaining: Column, starts: Column, caps: De
     return chunks
 
 
-def cached_prefix(state: SchedulerState, sequence: Sequence, keys: PageKeys) -> tuple[Prefix, int]:
-    """Returns the longest cached prefix that the sequence can use, and the most pages that it might
-    have had.
+def cached_prefix(
+    state: SchedulerState, sequence: Sequence, keys: PageKeys, *, rank: int
+) -> tuple[Prefix, int]:
+    """Returns the longest prefix cached on the rank that the sequence can use, and the most pages
+    that it might have had.
     """
+    cache = state.cache.ranks[rank]
     most = _whole_pages(min(sequence.max_cached_len // state.spec.page_size, len(keys)), state.spec)
-    prefix = state.cache.match(keys, most=most)
+    prefix = cache.match(keys, most=most)
     num_pages = _whole_pages(prefix.num_pages, state.spec)
     if num_pages < prefix.num_pages:
-        prefix = state.cache.match(keys, most=num_pages)
+        prefix = cache.match(keys, most=num_pages)
     return prefix, most
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from operator import add
 
 import numpy as np
 
 from aserve.scheduling.blocks import min_query_len, min_query_lens
 from aserve.scheduling.draft_length import is_drafting, whole_windows
+from aserve.scheduling.ranks import rows_by_rank
 from aserve.scheduling.request import Sequence
 from aserve.scheduling.rows import Column
 from aserve.scheduling.state import SchedulerState
 
-Pages = tuple[int, ...]  # one number per layer group
+Pages = tuple[int, ...]  # one number per layer group, or per pool (rank_caches.py)
 
 
 def most_pages(state: SchedulerState, num_positions: int) -> Pages:
@@ -69,9 +71,15 @@ def next_query_lens(state: SchedulerState, rows: Column) -> Column:
 
 
 def step_need(state: SchedulerState, rows: Column) -> Pages:
-    """Pages that one more step of these rows takes from the pools, prefills sharing the step's
-    token budget. In a windowed group a prefill gets by with one page, since its chunks shrink to
-    that, and a row with something in flight can wait: what comes back frees pages.
+    """Pages that one more step of these rows takes from each pool."""
+    needs = [_step_need_of_rank(state, own) for own in rows_by_rank(state, rows)]
+    return needs[0] if len(needs) == 1 else tuple(itertools.chain.from_iterable(needs))
+
+
+def _step_need_of_rank(state: SchedulerState, rows: Column) -> Pages:
+    """Pages per layer group. Prefills share the step's token budget. In a windowed group a prefill
+    gets by with one page, since its chunks shrink to that, and a row with something in flight can
+    wait: what comes back frees pages.
     """
     table = state.table
     query_lens = np.maximum(1, next_query_lens(state, rows))
@@ -92,8 +100,8 @@ def step_need(state: SchedulerState, rows: Column) -> Pages:
 
 
 def prefill_need(state: SchedulerState, sequence: Sequence) -> Pages:
-    """Pages that a sequence, whose prefix was opened, still takes for its whole prefill and one
-    more step.
+    """Pages that a sequence, whose prefix was opened, still takes from each pool for its whole
+    prefill and one more step.
 
     NOTE: never less than step_need says, else a row could be admitted that the next step retracts.
     """
@@ -102,13 +110,20 @@ def prefill_need(state: SchedulerState, sequence: Sequence) -> Pages:
     covered = min(ahead, sequence.max_kv_len)
     count = max(0, state.num_pages(covered) - sequence.allocation.num_pages)
     if not state.cache.has_windows:
-        return (count,) * len(state.spec.groups)
+        return state.cache.in_pools(sequence.rank, (count,) * len(state.spec.groups))
     least = state.num_pages(min_query_len(sequence))
-    return tuple(min(count, max(least, pages)) for pages in most_pages(state, covered))
+    need = tuple(min(count, max(least, pages)) for pages in most_pages(state, covered))
+    return state.cache.in_pools(sequence.rank, need)
 
 
 def prefill_needs(state: SchedulerState, rows: Column) -> Pages:
     """Returns the sum of `prefill_need` of these rows."""
+    needs = [_prefill_needs_of_rank(state, own) for own in rows_by_rank(state, rows)]
+    return needs[0] if len(needs) == 1 else tuple(itertools.chain.from_iterable(needs))
+
+
+def _prefill_needs_of_rank(state: SchedulerState, rows: Column) -> Pages:
+    """Pages per layer group."""
     if not len(rows):
         return (0,) * len(state.spec.groups)
     table = state.table
@@ -131,20 +146,26 @@ def _num_missing(state: SchedulerState, rows: Column, num_positions: Column) -> 
 
 
 def spare_pages(state: SchedulerState, sequence: Sequence, *, step_total: Pages | None) -> int:
-    """Pages that a prefill may take in every group, so that all other rows can still take one more
-    step; `step_total` is what one more step of all running rows needs, None with ample room.
+    """Pages that a prefill may take in every group of its rank, so that all other rows can still
+    take one more step; `step_total` is what one more step of all running rows needs, None with
+    ample room.
     """
     if step_total is None:
         return state.num_pages(state.spec.max_batched_tokens) + 1
     own = step_need(state, np.array([sequence.row]))
     return min(
-        state.cache.available(group) - max(0, total - mine)
-        for group, (total, mine) in enumerate(zip(step_total, own, strict=True))
+        state.cache.available(pool) - max(0, step_total[pool] - own[pool])
+        for pool in state.cache.pools_of(sequence.rank)
     )
 
 
 def has_room(state: SchedulerState, need: Pages) -> bool:
-    return all(state.cache.available(group) >= pages for group, pages in enumerate(need))
+    return all(state.cache.available(pool) >= pages for pool, pages in enumerate(need))
+
+
+def rank_has_room(state: SchedulerState, rank: int, need: Pages) -> bool:
+    pools = state.cache.pools_of(rank)
+    return all(state.cache.available(pool) >= need[pool] for pool in pools)
 
 
 def has_ample_room(state: SchedulerState) -> bool:
@@ -153,8 +174,8 @@ def has_ample_room(state: SchedulerState) -> bool:
     """
     per_row = 1 + state.num_pages(int(state.table.max_step_tokens.max()))
     most = len(state.running) * per_row + state.num_pages(state.spec.max_batched_tokens)
-    groups = range(len(state.spec.groups))
-    return all(state.cache.available(group) >= most for group in groups)
+    pools = range(state.cache.num_pools)
+    return all(state.cache.available(pool) >= most for pool in pools)
 
 
 def add_pages(left: Pages, right: Pages) -> Pages:

@@ -40,6 +40,8 @@ def _check_rows(state: SchedulerState) -> None:
     for row, sequence in state.running.items():
         if sequence.row != row or sequence.phase not in OWNERS:
             raise BugError(f"row {row} names {describe(sequence)}")
+        if sequence.rank != (row - 1) % state.spec.dp_size:
+            raise BugError(f"rank {sequence.rank} has the pages of {describe(sequence)}")
 
 
 def _check_clients(state: SchedulerState) -> None:

@@ -123,7 +123,7 @@ def _give_back(state: SchedulerState, sequence: Sequence) -> None:
     assert sequence.allocation is not None
     keys = sequence.page_keys(state.spec.page_size)
     num_pages = sequence.cacheable_len // state.spec.page_size
-    state.cache.close(sequence.allocation, keys, num_pages=num_pages)
+    state.cache.of(sequence.allocation).close(sequence.allocation, keys, num_pages=num_pages)
     state.rows.give_back(sequence.row)
     del state.running[sequence.row]
     state.masked.pop(sequence.row, None)

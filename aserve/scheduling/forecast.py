@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from aserve.scheduling.ranks import rows_by_rank
 from aserve.scheduling.request import Sequence
 from aserve.scheduling.state import SchedulerState
 
@@ -35,14 +36,15 @@ def relax(state: SchedulerState) -> None:
 
 
 def fits_ahead(state: SchedulerState, sequence: Sequence) -> bool:
-    """Returns whether the sequence, whose prefix was opened, and all running rows have pages for as
-    many tokens ahead as caution asks for. Only the first layer group is counted: windowed groups do
-    not grow. Without caution the answer is yes.
+    """Returns whether the sequence, whose prefix was opened, and all running rows of its rank have
+    pages for as many tokens ahead as caution asks for. Only the first layer group is counted:
+    windowed groups do not grow. Without caution the answer is yes.
     """
     if not state.caution:
         return True
     num_ahead = -(-state.caution // STEPS_PER_TOKEN)
-    return _most_pages(state, sequence, num_ahead) <= state.cache.available(0)
+    first = state.cache.pools_of(sequence.rank)[0]
+    return _most_pages(state, sequence, num_ahead) <= state.cache.available(first)
 
 
 def _most_pages(state: SchedulerState, sequence: Sequence, num_ahead: int) -> int:
@@ -50,7 +52,7 @@ def _most_pages(state: SchedulerState, sequence: Sequence, num_ahead: int) -> in
     moment.
     """
     assert sequence.allocation is not None
-    table, rows = state.table, state.running_rows()
+    table, rows = state.table, [*rows_by_rank(state, state.running_rows())][sequence.rank]
     page_size, depth = state.spec.page_size, state.spec.depth
     lens = np.append(table.num_tokens[rows], sequence.tokens.num)
     held = np.append(table.num_pages[rows], sequence.allocation.num_pages)

@@ -144,15 +144,15 @@ def _mark_slow(state: SchedulerState, request_id: str) -> None:
 
 
 def give_samples(state: SchedulerState) -> None:
-    """Samples every held row whose mask is there, one message per step; before any launch that
-    may name those rows.
+    """Samples every held row whose mask is there, one message per step and data-parallel rank;
+    before any launch that may name those rows.
     """
-    ready: dict[int, list[int]] = {}
+    ready: dict[tuple[int, int], list[int]] = {}
     for row, step in state.held.items():
         sequence = state.masked[row]
         if sequence.num_sampling == 1 and _has_mask(sequence):
-            ready.setdefault(step.iteration, []).append(row)
-    for iteration, rows in sorted(ready.items()):
+            ready.setdefault((step.iteration, sequence.rank), []).append(row)
+    for (iteration, _), rows in sorted(ready.items()):
         state.effects.append(_give_sample(state, iteration, rows))
 
 

@@ -15,6 +15,9 @@ retracted row computed mostly stays in the prefix cache. Nobody is retracted for
 would not be admitted: one that waits for a leader's pages, for a row of those with slow masks, or
 for more pages than retraction can free.
 
+With data-parallel ranks, rows and pages are freed on the rank where the waiting sequence finds a
+place by that.
+
 WHY: no rows are kept free for newcomers. Kept rows would cost throughput all the time, and would
 not suffice for the second newcomer.
 """
@@ -23,7 +26,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from aserve.scheduling.admit import open_prefix, undo_open
+from aserve.scheduling.admit import open_with_room, undo_open
 from aserve.scheduling.budget import has_ample_room
 from aserve.scheduling.clients import Client
 from aserve.scheduling.finish import retract, retraction_order
@@ -51,13 +54,13 @@ def make_way(state: SchedulerState) -> set[Sequence]:
             continue
         if not way.may_have_row(sequence.client):
             break
-        if not open_prefix(state, sequence):
+        has_place = open_with_room(state, sequence, range(state.spec.dp_size), way.make)
+        if has_place is None:
             looked_at.pop()  # it waits for a leader, outside the queue
             continue
-        has_place = way.make(sequence)
-        undo_open(state, sequence)
         if not has_place:
             break
+        undo_open(state, sequence)
     for sequence in looked_at:
         state.waiting.add(sequence)
     return way.owed
@@ -81,7 +84,7 @@ class _Way:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self._share = max(1, state.spec.max_rows // state.clients.num_active)
-        self._num_free = state.rows.num_free
+        self._num_free = [state.rows.num_free_of(rank) for rank in range(state.spec.dp_size)]
         self._num_promised: Counter[Client] = Counter()
         self._num_retracted = 0
         self._has_ample_room = has_ample_room(state)
@@ -93,28 +96,29 @@ class _Way:
         """Returns whether the next sequence has a row and room without a closer look. It gets the
         row.
         """
-        has_plenty = self._num_free > 0 and self._has_ample_room and not self._state.caution
-        self._num_free -= has_plenty
+        has_plenty = any(self._num_free) and self._has_ample_room and not self._state.caution
+        if has_plenty:
+            self._num_free[self._num_free.index(max(self._num_free))] -= 1
         return has_plenty
 
     def may_have_row(self, client: Client) -> bool:
-        return self._num_free > 0 or client.num_rows + self._num_promised[client] < self._share
+        return any(self._num_free) or client.num_rows + self._num_promised[client] < self._share
 
     def make(self, sequence: Sequence) -> bool:
         """Returns whether there is a row and room for the sequence, whose prefix was opened. Nobody
         is retracted where that would not suffice.
         """
-        rows = self._rows_for(sequence)
+        rows, rank = self._rows_for(sequence), sequence.rank
         # NOTE: the last running row is never retracted: it could not come back before the other.
-        if rows is None or (rows and len(rows) >= len(self._state.running)):
+        if rows is None or (rows and len(rows) >= self._state.rows.num_taken_of(rank)):
             return False
         for row in rows[: MAX_RETRACTIONS - self._num_retracted]:
             sequence.num_retracted_for += 1
             self._retract(row)
         reserve = self._accounts()
-        if not self._num_free or reserve.lacking_beside(sequence) > 0:
+        if not self._num_free[rank] or reserve.lacking_beside(sequence) > 0:
             return False
-        self._num_free -= 1
+        self._num_free[rank] -= 1
         self._num_promised[sequence.client] += 1
         reserve.promise(sequence)
         self._pages[sequence.client] += self._state.num_pages(sequence.tokens.num + 1)
@@ -126,12 +130,13 @@ class _Way:
         """Returns the rows to retract for this sequence; None if it cannot be admitted by that."""
         reserve = self._accounts()
         num_lacking = reserve.lacking_beside(sequence)
-        if self._num_free and num_lacking <= 0:
+        has_row = self._num_free[sequence.rank] > 0
+        if has_row and num_lacking <= 0:
             return []
         if sequence.num_retracted_for >= MAX_RETRACTIONS_FOR:
             return None
         rows: list[Sequence] = []
-        if not self._num_free:
+        if not has_row:
             row = self._row_above_share(sequence)
             if row is None:
                 return None
@@ -146,7 +151,9 @@ class _Way:
         rows = [
             row
             for row in self._state.retractable()
-            if row.client.num_rows > self._share and row.priority >= sequence.priority
+            if row.rank == sequence.rank
+            and row.client.num_rows > self._share
+            and row.priority >= sequence.priority
         ]
         return max(rows, key=lambda row: (row.client.num_rows, retraction_order(row)), default=None)
 
@@ -172,7 +179,7 @@ class _Way:
         rows = [
             row
             for row in self._state.retractable()
-            if row.priority >= sequence.priority and row not in beside
+            if row.rank == sequence.rank and row.priority >= sequence.priority and row not in beside
         ]
         rows.sort(key=lambda row: (self._pages[row.client], retraction_order(row)), reverse=True)
         for row in rows:
@@ -189,7 +196,7 @@ class _Way:
 
     def _retract(self, row: Sequence) -> None:
         self._num_retracted += 1
-        self._num_free += 1
+        self._num_free[row.rank] += 1
         if self._reserve is not None:
             self._pages[row.client] -= _num_pages(row)
             self._reserve.remove(row)

@@ -153,6 +153,12 @@ class Sequence:
         self.max_kv_len = max_kv_len(self.prompt_len, max_tokens, caps)
 
     @property
+    def rank(self) -> int:
+        """The data-parallel rank that has its pages."""
+        assert self.allocation is not None
+        return self.allocation.rank
+
+    @property
     def min_tokens(self) -> int:
         """Outputs before any end. With a grammar the masks see to it, since a language may end
         earlier.

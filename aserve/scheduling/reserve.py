@@ -25,9 +25,9 @@ class Reserve:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self._is_exact = False
-        self._promised: Pages = (0,) * len(state.spec.groups)
+        self._promised: Pages = (0,) * state.cache.num_pools
         per_row = 1 + state.num_pages(int(state.table.max_step_tokens.max()))
-        self._pages: Pages = (len(state.running) * per_row,) * len(state.spec.groups)
+        self._pages: Pages = (len(state.running) * per_row,) * state.cache.num_pools
         rows = state.running_rows()
         prefills = rows[state.table.remaining[rows] > state.spec.decode.root_len]
         self._pages = add_pages(self._pages, prefill_needs(state, prefills))
@@ -39,13 +39,15 @@ class Reserve:
         return self.lacking_beside(sequence) <= 0
 
     def lacking_beside(self, sequence: Sequence) -> int:
-        """Pages that must become free in some group until it fits; 0 or less if it does."""
+        """Pages that must become free in some group of its rank until it fits; 0 or less if it
+        does.
+        """
         need = prefill_need(self._state, sequence)
-        lacking = self._lacking(need)
+        lacking = self._lacking(need, sequence.rank)
         if lacking <= 0 or self._is_exact:
             return lacking
         self._count()
-        return self._lacking(need)
+        return self._lacking(need, sequence.rank)
 
     def promise(self, sequence: Sequence) -> None:
         """Counts a sequence that will be admitted, and does not run yet."""
@@ -59,7 +61,8 @@ class Reserve:
 
     def num_reserved(self, row: Sequence) -> int:
         """Pages that are kept free for this running row, as far as rows were counted one by one."""
-        return prefill_need(self._state, row)[0] if self._is_exact else 0
+        first = self._state.cache.pools_of(row.rank)[0]
+        return prefill_need(self._state, row)[first] if self._is_exact else 0
 
     def remove(self, row: Sequence) -> None:
         """Stops counting a row that is about to be retracted, and still has its pages."""
@@ -67,9 +70,9 @@ class Reserve:
             need = prefill_need(self._state, row)
             self._pages = tuple(map(sub, self._pages, need))
 
-    def _lacking(self, need: Pages) -> int:
-        total = add_pages(self._pages, need)
-        return max(pages - self._state.cache.available(group) for group, pages in enumerate(total))
+    def _lacking(self, need: Pages, rank: int) -> int:
+        cache, total = self._state.cache, add_pages(self._pages, need)
+        return max(total[pool] - cache.available(pool) for pool in cache.pools_of(rank))
 
     def _count(self) -> None:
         self._is_exact = True

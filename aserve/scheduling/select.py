@@ -5,6 +5,8 @@ rows are retracted before the pages run out.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from aserve.messages.executor import EngineSpec
@@ -15,6 +17,7 @@ from aserve.scheduling.budget import (
     has_ample_room,
     has_room,
     next_query_lens,
+    rank_has_room,
     spare_pages,
     step_need,
 )
@@ -22,6 +25,7 @@ from aserve.scheduling.finish import finish_ended, retract, retraction_order
 from aserve.scheduling.flights import NOTHING, Spans, rows_of
 from aserve.scheduling.forecast import become_cautious
 from aserve.scheduling.make_way import make_way
+from aserve.scheduling.ranks import rows_by_rank, sequences_by_rank
 from aserve.scheduling.request import Phase, Sequence
 from aserve.scheduling.rows import Column
 from aserve.scheduling.state import SchedulerState
@@ -41,31 +45,47 @@ def select(state: SchedulerState) -> tuple[Spans, list[Sequence]]:
         if len(chosen.rows) or state.is_recovering:
             return chosen, []
     decodes, prefills = _ready_rows(state)
-    state.draft_choice.choose(state.table, decodes, state.running)
-    budget = state.spec.max_batched_tokens
-    chosen = _fill(state, decodes, budget) if state.spec.decode.mixes_prefill else NOTHING
-    left = budget - chosen.num_tokens
-    admitted = admit(state, prefills, num_tokens=left, owed=owed) if left else []
+    by_rank = [
+        own[: max_decode_rows(state.spec, state.rows.num_taken_of(rank))]
+        for rank, own in enumerate(rows_by_rank(state, decodes))
+    ]
+    state.draft_choice.choose(state.table, np.concatenate(by_rank), state.running)
+    budget, mixes = state.spec.max_batched_tokens, state.spec.decode.mixes_prefill
+    mixed = [_fill(state, own, budget) if mixes else NOTHING for own in by_rank]
+    left = [budget - spans.num_tokens for spans in mixed]
+    admitted = admit(state, prefills, num_tokens=left, owed=owed) if any(left) else []
     prefills += admitted
     prefills.sort(key=prefill_order)
+    parts = zip(by_rank, mixed, sequences_by_rank(state, prefills), strict=True)
+    first, *others = [_with_prefills(state, *part) for part in parts]
+    return functools.reduce(Spans.join, others, first), admitted
+
+
+def _with_prefills(
+    state: SchedulerState, decodes: Column, chosen: Spans, prefills: list[Sequence]
+) -> Spans:
+    """Returns the spans of one rank: those of its decodes that were `chosen` for a mixed step, and
+    its prefills as far as the budget goes. Without either, its decodes are chosen alone.
+    """
+    budget = state.spec.max_batched_tokens
+    left = budget - chosen.num_tokens
     most = _most_beside(state, len(chosen.rows), len(prefills)) if len(chosen.rows) else left
     if prefills and min_query_len(prefills[0]) > min(left, most):
         chosen, left, most = NOTHING, budget, budget  # decodes wait: it is not cut into chunks
     if prefills:
         chosen = chosen.join(_fill(state, rows_of(prefills), min(left, most)))
-    return chosen if len(chosen.rows) else _fill(state, decodes, budget), admitted
+    return chosen if len(chosen.rows) else _fill(state, decodes, budget)
 
 
 def _ready_rows(state: SchedulerState) -> tuple[Column, list[Sequence]]:
-    """Returns the decodes, those that waited longest first and no more than one step takes, and the
-    prefills, which the caller sorts.
+    """Returns the decodes, those that waited longest first, and the prefills, which the caller
+    sorts.
     """
     table = state.table
     rows = _ready(state, state.running_rows())
     is_prefill = table.remaining[rows] > state.spec.decode.root_len
     decodes = rows[~is_prefill]
     decodes = decodes[table.last_iteration[decodes].argsort(kind="stable")]
-    decodes = decodes[: max_decode_rows(state.spec, len(state.running))]
     return decodes, [state.running[row] for row in rows[is_prefill].tolist()]
 
 
@@ -89,7 +109,9 @@ def _choose_retry(state: SchedulerState) -> Spans:
     """
     while state.retries and state.is_device_idle:
         group = [sequence for sequence in state.retries.pop(0) if sequence.phase is Phase.RUNNING]
-        chosen = _fill(state, _ready(state, rows_of(group)), state.spec.max_batched_tokens)
+        chosen = NOTHING
+        for rows in rows_by_rank(state, _ready(state, rows_of(group))):
+            chosen = chosen.join(_fill(state, rows, state.spec.max_batched_tokens))
         if len(chosen.rows):
             state.retry_iteration = state.next_iteration
             return chosen
@@ -107,8 +129,8 @@ def _most_beside(state: SchedulerState, num_decodes: int, num_prefills: int) -> 
 
 
 def _fill(state: SchedulerState, rows: Column, budget: int) -> Spans:
-    """Chooses spans for rows, in their order, as far as the token budget and the pages go. A
-    prefill takes what they allow; a decode that lacks a page is skipped in this step.
+    """Chooses spans for rows of one rank, in their order, as far as the token budget and the pages
+    go. A prefill takes what they allow; a decode that lacks a page is skipped in this step.
     """
     if not len(rows):
         return NOTHING
@@ -151,28 +173,36 @@ def _cover(
     if sequence.remaining > state.spec.decode.root_len:
         free = max(0, spare_pages(state, sequence, step_total=step_total))
     else:
-        free = min([state.cache.available(group) for group in range(len(state.spec.groups))])
+        pools = state.cache.pools_of(sequence.rank)
+        free = min([state.cache.available(pool) for pool in pools])
     query_len = min(query_len, covered + free * state.spec.page_size)
     if query_len >= min_query_len(sequence):
-        state.cache.grow(sequence.allocation, state.num_pages(start + query_len))
+        cache = state.cache.of(sequence.allocation)
+        cache.grow(sequence.allocation, state.num_pages(start + query_len))
         state.table.num_pages[sequence.row] = sequence.allocation.num_pages
     return query_len
 
 
 def _retract_for_room(state: SchedulerState) -> None:
     """Retracts rows while fewer pages are free than one more step of all rows needs, but never the
-    last row.
+    last row of a rank.
     """
     while len(state.running) > 1 and not has_ample_room(state):
-        if has_room(state, step_need(state, state.running_rows())):
+        need = step_need(state, state.running_rows())
+        if has_room(state, need):
             return
         if state.ended:
             finish_ended(state, most=1)
             continue
-        rows = state.retractable()
-        if len(rows) < 2:
+        by_rank = sequences_by_rank(state, state.retractable())
+        crowded = [
+            rows
+            for rank, rows in enumerate(by_rank)
+            if len(rows) > 1 and not rank_has_room(state, rank, need)
+        ]
+        if not crowded:
             return
-        retract(state, max(rows, key=retraction_order))
+        retract(state, max(crowded[0], key=retraction_order))
         become_cautious(state)
 
 

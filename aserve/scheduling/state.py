@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 
 from aserve.cache.allocation import PageAllocation
-from aserve.cache.kv_cache import KvCache
 from aserve.cache.pools import RowPool
+from aserve.cache.rank_caches import RankCaches
 from aserve.messages.base import ChildKey
 from aserve.messages.executor import EngineSpec, SchedulerEffect
 from aserve.messages.requests import ChangeSettings
@@ -72,8 +72,8 @@ class SchedulerState:
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
-        self.cache = KvCache(spec.groups, page_size=spec.page_size, prefix_cache=spec.prefix_cache)
-        self.rows = RowPool(spec.max_rows)
+        self.cache = RankCaches(spec)
+        self.rows = RowPool(spec.max_rows, dp_size=spec.dp_size)
         self.table = RowTable(spec.max_rows)
         self.effects: list[SchedulerEffect] = []  # of the current call of SchedulerState.step
         self.draft_choice = DraftChoice(spec.decode)  # select, batch, commit

@@ -38,7 +38,8 @@ from aserve.scheduling.state import SchedulerState, Transfer
 def await_kv(state: SchedulerState, sequence: Sequence) -> None:
     """Takes all pages for a sequence that was admitted and has room for them."""
     assert sequence.allocation is not None
-    state.cache.grow(sequence.allocation, state.num_pages(sequence.tokens.num))
+    cache = state.cache.of(sequence.allocation)
+    cache.grow(sequence.allocation, state.num_pages(sequence.tokens.num))
     table, caps = state.table, state.spec.decode
     table.num_pages[sequence.row] = sequence.allocation.num_pages
     step = plan_step(
@@ -62,7 +63,7 @@ def begin_transfers(state: SchedulerState) -> None:
         sequence = transfer.sequence
         if sequence.phase is not Phase.AWAITING_KV:
             continue
-        state.cache.hold(transfer.allocation)
+        state.cache.of(transfer.allocation).hold(transfer.allocation)
         state.transfers[sequence.request_id, sequence.child] = transfer
         state.effects.append(
             ReceiveKv(
@@ -81,7 +82,7 @@ def end_transfer(state: SchedulerState, event: KvReady | KvFailed) -> None:
     transfer = state.transfers.pop((event.request_id, event.child), None)
     if transfer is None:
         return
-    state.cache.release(transfer.allocation)
+    state.cache.of(transfer.allocation).release(transfer.allocation)
     sequence = transfer.sequence
     if sequence.phase is not Phase.AWAITING_KV:
         return

@@ -193,8 +193,8 @@ class _Drive:
         assert state.rows.num_free == state.spec.max_rows
         state.cache.check([])
         state.cache.evict_all()
-        for index, group in enumerate(state.spec.groups):
-            assert state.cache.num_free(index) == group.num_pages - 1
+        for pool, group in enumerate(state.spec.groups * state.spec.dp_size):
+            assert state.cache.num_free(pool) == group.num_pages - 1
 
     async def _next_event(self) -> SchedulerEvent | None:
         sources = [queue for queue in (self.arrivals, self.asks, self.tickets) if queue]

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -177,6 +178,25 @@ if "ASERVE_TEST_SEED" in os.environ:  # set in the large profile: conftest.py
     @given(traces())
     def test_any_trace_of_a_fresh_seed_gives_the_tokens_of_the_plain_engine(trace: Trace) -> None:
         run_and_save(trace)
+
+
+def on_ranks(trace: Trace, dp_size: int) -> Trace:
+    """The trace on data-parallel ranks. KV of other engines is not supported there."""
+    return msgspec.structs.replace(
+        trace,
+        spec=msgspec.structs.replace(
+            trace.spec, dp_size=dp_size, max_rows=max(trace.spec.max_rows, dp_size)
+        ),
+        requests=tuple(msgspec.structs.replace(each, awaits_kv=False) for each in trace.requests),
+    )
+
+
+@settings(SETTINGS, max_examples=NUM_TRACES // 3, derandomize=True, database=None)
+@given(traces(), st.integers(2, 3))
+def test_any_trace_on_data_parallel_ranks_gives_the_tokens_of_the_plain_engine(
+    trace: Trace, dp_size: int
+) -> None:
+    run_and_save(on_ranks(trace, dp_size))
 
 
 def run_and_save(trace: Trace) -> None:
