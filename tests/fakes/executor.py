@@ -105,6 +105,10 @@ class FakeExecutor:
             self._was_given.clear()
             await self._was_given.wait()
 
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
     def run_next(self) -> None:
         command, ticket = self._queue.popleft()
         result = self.device.run(command)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeAlias
 
 import pytest
 
+from aserve.actors.wait_forecast import MIN_SAMPLES
 from aserve.messages.step import ScheduleBatch
 from tests.fakes.echo_engine import EchoEngine
 from tests.fakes.executor import SPEC, FakeExecutor
@@ -26,6 +27,9 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
+Measured: TypeAlias = Callable[[WholeServer, FakeExecutor], Awaitable[None]]
+
+
 async def until(server: WholeServer, name: str, least: int) -> None:
     for _ in range(2000):
         if server.metric(name) >= least:
@@ -35,15 +39,25 @@ async def until(server: WholeServer, name: str, least: int) -> None:
 
 
 @contextlib.asynccontextmanager
-async def full_server(**options: Any) -> AsyncIterator[tuple[WholeServer, FakeExecutor]]:
-    """All its rows run, and nothing moves unless the test runs a step."""
+async def full_server(
+    *, measured: Measured | None = None, **options: Any
+) -> AsyncIterator[tuple[WholeServer, FakeExecutor]]:
+    """All its rows run, and nothing moves unless the test runs a step. `measured` is called before
+    that, so often that the server knows how long its steps take.
+    """
     executor = FakeExecutor(is_manual=True)
     async with whole_server(executor, **options) as server:
+        for _ in range(MIN_SAMPLES):
+            if measured is not None:
+                await measured(server, executor)
         headers = bearer("flood")
         flood = [
             asyncio.ensure_future(server.client.post("/v1/completions", json=LONG, headers=headers))
             for _ in range(SPEC.max_rows)
         ]
+        if measured is not None:  # the first of them may have gone ahead alone
+            await until(server, "aserve_requests_in_flight", SPEC.max_rows)
+            executor.run_next()
         await until(server, "aserve_sequences_running", SPEC.max_rows)
         yield server, executor
         await dropped(flood)
@@ -75,6 +89,38 @@ async def test_a_wait_that_is_too_long_is_a_429_with_the_place_in_the_queue(
             )
         assert all(len(batch.rows) == 4 * SPEC.max_rows for batch in batches(executor)[-1:])
         assert server.metric("aserve_requests_ended_total", outcome="refused") == len(BODIES)
+
+
+STEP_S = 0.02
+
+
+async def answered(server: WholeServer, executor: FakeExecutor) -> None:
+    """Lets a request run alone, with steps of at least STEP_S each."""
+    body = {"prompt": "abc", "max_tokens": 2, "ignore_eos": True}
+    asked = asyncio.ensure_future(server.client.post("/v1/completions", json=body))
+    while not asked.done() or executor.num_queued:
+        await asyncio.sleep(STEP_S)
+        if executor.num_queued:
+            executor.run_next()
+    assert asked.result().status == 200
+
+
+async def test_a_deadline_that_cannot_be_kept_is_refused_before_any_other_step() -> None:
+    """The flood's answers take 40 steps more, and nothing moves while the server refuses."""
+    async with full_server(measured=answered) as (server, executor):
+        num_before = len(executor.commands)
+        asked = {"prompt": "a", "deadline_ms": 10 * STEP_S * 1000}
+        async with server.client.post("/v1/completions", json=asked) as answer:
+            error = (await answer.json())["error"]
+        assert (answer.status, error["code"]) == (429, "deadline_unreachable")
+        assert (error["queue_position"], error["param"]) == (1, "deadline_ms")
+        assert error["expected_wait_ms"] > asked["deadline_ms"]
+        assert int(answer.headers["Retry-After-Ms"]) >= error["expected_wait_ms"]
+        assert len(executor.commands) == num_before
+        patient = server.client.post("/v1/completions", json=asked | {"deadline_ms": 3_600_000})
+        waiting = asyncio.ensure_future(patient)
+        await until(server, "aserve_sequences_waiting", 1)
+        await dropped([waiting])
 
 
 async def test_a_queue_that_was_made_shorter_refuses_with_the_place_in_it() -> None:

@@ -17,7 +17,8 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 
@@ -131,6 +132,7 @@ class _Locks:
         self._paths = [f"{place.store}.{n}" for n in range(place.num_ranks)]
         self._files = {place.rank: FileIO(self._paths[place.rank], "w")}
         fcntl.flock(self._files[place.rank], fcntl.LOCK_EX)
+        weakref.finalize(self, _close, self._files)
 
     def watch(self) -> None:
         """Opens the files of the others, once all ranks have locked theirs."""
@@ -147,6 +149,11 @@ class _Locks:
         except BlockingIOError:
             return False
         return True
+
+
+def _close(files: Mapping[int, FileIO]) -> None:
+    for file in files.values():
+        file.close()
 
 
 def _shared_memory(path: Path, num_bytes: int) -> mmap.mmap:
