@@ -398,6 +398,12 @@ class MachineOptions:
         "--tensor-parallel-size; as many steps are in flight",
         Limits(low=1, high=64, aliases=("pp-size", "pp")),
     )
+    enable_dp_attention: bool = option(
+        False,
+        "data-parallel attention: --data-parallel-size ranks in one engine, in place of as many "
+        "servers. Each has rows, pages and a prefix cache of its own and whole attention layers; "
+        "MLPs and experts are divided among them",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -872,18 +878,19 @@ class Resolved:
     router: RouterOptions
     debug: DebugOptions
     prompt: PromptOptions
+    dp_size: int = 1  # ranks of this engine that have rows of their own
 
     @property
     def expert_parallel_size(self) -> int:
         """The ranks among which whole experts are divided."""
         is_asked = self.experts.enable_expert_parallel
-        dense = self.machine.tensor_parallel_size if is_asked else 1
+        dense = max(self.machine.tensor_parallel_size, self.dp_size) if is_asked else 1
         return max(self.experts.expert_parallel_size, dense)
 
     @property
     def num_ranks(self) -> int:
         """The processes among which the model is divided."""
-        return max(self.machine.tensor_parallel_size, self.expert_parallel_size)
+        return max(self.machine.tensor_parallel_size, self.expert_parallel_size, self.dp_size)
 
     @property
     def model_name(self) -> str:
@@ -897,13 +904,13 @@ def resolve(raw: Raw, facts: Facts) -> Resolved:
     values = _merged(raw)
     machine = _build(MachineOptions, values)
     scheduler = _overlap(values, num_stages=machine.pipeline_parallel_size)
-    server = _build(ServerOptions, values)
+    server, dp_size = _data_ranks(machine, _build(ServerOptions, values))
     _check_processes(server)
     experts = _build(ExpertOptions, values)
-    _check_ranks(machine, experts)
+    _check_ranks(machine, experts, dp_size=dp_size)
     model = _build(ModelOptions, values)
     source = model.model or facts.default_model
-    return Resolved(
+    resolved = Resolved(
         model_source=source,
         model_names=_names_of(model) or (_model_name(source, facts),),
         model=model,
@@ -921,11 +928,59 @@ def resolve(raw: Raw, facts: Facts) -> Resolved:
         router=_build(RouterOptions, values),
         debug=_build(DebugOptions, values),
         prompt=_build(PromptOptions, values),
+        dp_size=dp_size,
     )
+    _check_data_ranks(resolved)
+    return resolved
 
 
-def _check_ranks(machine: MachineOptions, experts: ExpertOptions) -> None:
+def _data_ranks(machine: MachineOptions, server: ServerOptions) -> tuple[ServerOptions, int]:
+    """Returns the number of data-parallel ranks beside the options of the one server that they
+    are."""
+    if not machine.enable_dp_attention:
+        return server, 1
+    if server.replicas == 1:
+        raise ConfigError(
+            "--enable-dp-attention needs --data-parallel-size of 2 or more, the number of ranks"
+        )
+    return dataclasses.replace(server, replicas=1), server.replicas
+
+
+def _check_data_ranks(resolved: Resolved) -> None:
+    """Refuses what data-parallel ranks cannot do yet."""
+    if resolved.dp_size == 1:
+        return
+    given = {
+        "--pipeline-parallel-size": resolved.machine.pipeline_parallel_size > 1,
+        "--enable-two-batch-overlap": resolved.machine.enable_two_batch_overlap,
+        "--speculative-algorithm": resolved.speculative.speculative_algorithm is not None,
+        "--enable-lora": resolved.lora.max_slots > 0,
+        "--enable-hisparse": resolved.kv.enable_hisparse,
+        "--dllm-algorithm": resolved.diffusion.dllm_algorithm is not None,
+        "--disaggregation-mode": resolved.disaggregation.disaggregation_mode != "null",
+    }
+    asked = [flag for flag, is_given in given.items() if is_given]
+    if asked:
+        raise ConfigError(
+            f"{' and '.join(asked)} does not go with --enable-dp-attention; leave one out"
+        )
+    most_rows = resolved.scheduler.max_num_seqs
+    if most_rows is not None and most_rows < resolved.dp_size:
+        raise ConfigError(
+            f"--max-num-seqs {most_rows} are the rows of all --data-parallel-size "
+            f"{resolved.dp_size} ranks, of which each needs one"
+        )
+
+
+def _check_ranks(machine: MachineOptions, experts: ExpertOptions, *, dp_size: int) -> None:
     dense, whole = machine.tensor_parallel_size, experts.expert_parallel_size
+    if dp_size > 1 and not {dense, whole} <= {1, dp_size}:
+        raise ConfigError(
+            f"--enable-dp-attention with --data-parallel-size {dp_size}: the MLPs and experts are "
+            f"divided among these ranks, so --tensor-parallel-size {dense} and "
+            f"--expert-parallel-size {whole} have to be left out, or to be {dp_size}"
+        )
+    dense = max(dense, dp_size)
     if len({1, dense, whole}) > 2:
         raise ConfigError(
             f"--tensor-parallel-size {dense} and --expert-parallel-size {whole}: experts are "

@@ -121,7 +121,12 @@ def load_rank(
         options = build_options(resolved, model_dir)
         place = meet()
         own, ranks = place.in_stage, collectives_of(place.in_stage, patience)
-        options = dataclasses.replace(options, ranks=ranks, pipeline=_pipeline(place, patience))
+        options = dataclasses.replace(
+            options,
+            ranks=ranks,
+            pipeline=_pipeline(place, patience),
+            data_parallel=place.has_own_rows,
+        )
         options = dataclasses.replace(options, experts=_expert_ranks(resolved, own, options))
         executor = build_executor(options, on_progress=on_progress)
     if resolved.graphs.cuda_graph_capture == "eager":
@@ -193,7 +198,7 @@ def _expert_ranks(
         options.ranks,
         ExpertPart(place.rank, place.num_ranks, asked.eplb_num_redundant_experts),
         backend=asked.all2all_backend,
-        is_divided=resolved.machine.tensor_parallel_size > 1,
+        is_divided=resolved.machine.tensor_parallel_size > 1 or resolved.dp_size > 1,
         interval=asked.eplb_step_interval if asked.enable_eplb else None,
     )
 

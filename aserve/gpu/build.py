@@ -48,6 +48,7 @@ from aserve.gpu.models.registry import Code
 from aserve.gpu.moe.two_batches import two_batches
 from aserve.gpu.parallel.collectives import ALONE, Collectives
 from aserve.gpu.parallel.experts import ExpertRanks
+from aserve.gpu.parallel.joint import JointDecoder
 from aserve.gpu.parallel.source import for_rank
 from aserve.gpu.parallel.stages import UNDIVIDED, Pipeline, groups_of
 from aserve.gpu.runner import DraftParts, ModelRunner, RunnerParts
@@ -102,6 +103,7 @@ class BuildOptions:
     hisparse: HiSparseConfig | None = None  # KV of sparse attention is in the host's memory
     threads: int | None = None  # of torch; None: as many as the model benefits from
     ranks: Collectives = ALONE  # among which the model is divided
+    data_parallel: bool = False  # each of `ranks` has rows and pages of its own
     experts: ExpertRanks | None = None  # divides the experts whole; None: like other layers
     pipeline: Pipeline = UNDIVIDED
 
@@ -168,6 +170,9 @@ def build_on(
         model = options.pipeline.part_of(loader.load(plan))
     if options.experts is not None:
         options.experts.place_experts(model)
+    live_loader = LiveLoader(model, loras, model_reader(loader, plan))
+    if options.data_parallel:
+        model = JointDecoder(model, options.ranks)
     about = f"{code.name} code ({code.why}), {'random weights, ' * is_dummy}{form.about}"
     drafter = None
     mode = mode or diffusion_mode(
@@ -195,7 +200,6 @@ def build_on(
     mode = options.pipeline.mode_of(mode or MODES[options.decode](), model)
     max_mixed_prefill_tokens = options.max_mixed_prefill_tokens or form.max_mixed_prefill_tokens
     options = dataclasses.replace(options, max_mixed_prefill_tokens=max_mixed_prefill_tokens)
-    live_loader = LiveLoader(model, loras, model_reader(loader, plan))
     return assemble(
         model, mode, device, options, about=about, drafter=drafter, live_loader=live_loader
     )
@@ -221,6 +225,7 @@ def _target(device: Device, options: BuildOptions, form: WeightFormat, ops: Devi
             options.ranks if experts is None else experts.dense,
             beside=unsupported,
             experts=None if experts is None else experts.part,
+            has_own_rows=options.data_parallel,
         ),
         beside=unsupported
         | {
@@ -323,6 +328,7 @@ def assemble(
             is_debug=options.debug_checks,
             about=about,
             live_loader=live_loader,
+            joint=model.joint if isinstance(model, JointDecoder) else None,
             needs_host_lens=made.attention.capabilities.host_lens,
         )
     )
@@ -521,6 +527,7 @@ def _plan_spec(
         dtype=dtype_name(parts.model.dtype),
         task=parts.pooled.task,
         whole_prompts=parts.pooled.whole_prompts,
+        dp_size=options.ranks.num_ranks if options.data_parallel else 1,
     )
     spec = with_pages(
         spec,

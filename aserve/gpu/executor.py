@@ -57,6 +57,7 @@ from aserve.gpu.cudagraph.warmup import run_padding_steps
 from aserve.gpu.device.base import Device, Event, slice_len_of
 from aserve.gpu.disagg.kv_access import TorchKvAccess
 from aserve.gpu.live_loader import LiveLoader
+from aserve.gpu.parallel.joint import JointForward
 from aserve.gpu.runner import ModelRunner
 from aserve.gpu.sampling.plan import RowParams
 from aserve.gpu.step.held import HeldSample, read_drafts
@@ -68,9 +69,10 @@ from aserve.gpu.transfer.host_copy import HostCopy, PublishedLens
 from aserve.gpu.transfer.pinned import PinnedSlot, PinnedSlots
 from aserve.gpu.transfer.staging import DeviceArrays, HostArrays
 from aserve.gpu.waiter import Landing
-from aserve.messages.base import ArrayI32, array_i32
+from aserve.messages.base import ArrayI32, array_i32, num_values
 from aserve.messages.executor import EngineSpec
 from aserve.messages.requests import EngineJob
+from aserve.messages.results import SeqLens, StepResult
 from aserve.messages.step import Resync, Sample, ScheduleBatch
 
 
@@ -84,6 +86,7 @@ class ExecutorParts:
     about: str  # device, dtype, attention and graphs, for the log
     live_loader: LiveLoader
     needs_host_lens: bool = False  # attention plans on the host, from exact lengths
+    joint: JointForward | None = None  # of data-parallel ranks
 
 
 class TorchExecutor:
@@ -97,6 +100,7 @@ class TorchExecutor:
         self._device = parts.device
         self._graphs = parts.graphs
         self._is_debug = parts.is_debug
+        self._joint = parts.joint
         self._slice_len = slice_len_of(parts.device, vocab_size=parts.spec.vocab_size)
         self._row_params = RowParams(parts.spec.max_rows)
         self._published = PublishedLens() if parts.needs_host_lens else None
@@ -117,11 +121,28 @@ class TorchExecutor:
             self._graphs.capture_all(on_progress)
 
     async def warm_up(self) -> None:
-        await run_padding_steps(self.launch, self.died, num_groups=len(self.spec.groups))
+        num_ranks = self.spec.dp_size
+        await run_padding_steps(
+            lambda batch: self.launch(*[batch] * num_ranks),
+            self.died,
+            num_groups=len(self.spec.groups),
+        )
 
     def launch(self, *batches: ScheduleBatch) -> StepTicket:
-        [batch] = batches  # this executor is one rank
-        return self._threads.launch(batch.iteration, functools.partial(self._step, batch))
+        """NOTE: a step that fails, or is refused because an earlier one has failed, still takes
+        its part in the forward of all ranks, so that no other rank waits for it.
+        """
+        joint = self._joint
+        if joint is None:
+            [batch] = batches  # this executor is one rank
+            return self._threads.launch(batch.iteration, functools.partial(self._step, batch))
+        batch = batches[joint.rank]
+        counts = tuple(num_values(each.input_ids) for each in batches)
+        self._threads.jobs.put(functools.partial(joint.begin, counts))
+        work = functools.partial(self._step if batch.rows else self._stay_idle, batch)
+        ticket = self._threads.launch(batch.iteration, work)
+        self._threads.jobs.put(joint.finish)
+        return ticket
 
     def sample(self, sample: Sample) -> StepTicket:
         return self._threads.launch(sample.iteration, functools.partial(self._sample, sample))
@@ -181,6 +202,12 @@ class TorchExecutor:
             packed = self._runner.step(plan, staged, publish)
         read = functools.partial(self._read_step, plan, packed.layout, ticket, start_s)
         self._copy_out(packed.words, read)
+
+    def _stay_idle(self, batch: ScheduleBatch, ticket: StepTicket) -> None:
+        """Runs a batch without rows, which touches neither tables nor relay."""
+        ticket.publish(lambda: SeqLens(batch.iteration, b"", b""))
+        result = StepResult(batch.iteration, b"", b"", b"")
+        self._land_after_all(functools.partial(ticket.complete, result))
 
     def _sample(self, sample: Sample, ticket: StepTicket) -> None:
         rows = array_i32(sample.rows)

@@ -15,16 +15,19 @@ from pathlib import Path
 
 from aserve.config import Resolved
 from aserve.engine_core import LocalExecutor
-from aserve.errors import EngineDead, ErrorInfo
+from aserve.errors import BugError, EngineDead, ErrorInfo
 from aserve.messages.executor import Ticket
 from aserve.messages.requests import CheckWeights, EngineJob, LoadLora, LoadWeights
 from aserve.messages.step import Launch, Resync, Sample, ScheduleBatch
+from aserve.parallel.joined import RowsOfRanks
 from aserve.parallel.processes import RankProcess, rank_processes
 from aserve.parallel.topology import (
     SHARED_FOLDER,
     Coordinates,
     Meet,
+    Outcome,
     Patience,
+    RankJobDone,
     RankLoaded,
     RankLost,
     RankUp,
@@ -53,7 +56,8 @@ def load_ranks(
             for rank in ranks:
                 rank.expect(RankUp, timeout_s=UP_S)
             num_stages = resolved.machine.pipeline_parallel_size
-            return Coordinates(0, resolved.num_ranks, str(store), num_stages)
+            has_own_rows = resolved.dp_size > 1
+            return Coordinates(0, resolved.num_ranks, str(store), num_stages, has_own_rows)
 
         own = _built(lambda: build(meet), ranks)
         num_pages = tuple(group.num_pages for group in own.spec.groups)
@@ -94,11 +98,14 @@ class ParallelExecutor:
         self._loop: asyncio.AbstractEventLoop
         self._num_jobs = 0
         self._answers: dict[int, list[asyncio.Future[ErrorInfo | None]]] = {}  # by job and rank
+        self._rows: RowsOfRanks | None = None  # of data-parallel ranks
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self.died = loop.create_future()
         self._own.start(loop)
+        if self.spec.dp_size > 1:
+            self._rows = RowsOfRanks(self.ranks, loop)
         self._own.died.add_done_callback(self._own_died)
         for rank in self.ranks:
             loop.add_reader(rank.socket, functools.partial(self._read, rank))
@@ -110,10 +117,15 @@ class ParallelExecutor:
 
     def launch(self, *batches: ScheduleBatch) -> Ticket:
         self._send(Launch(batches))
-        return self._own.launch(*batches)
+        ticket = self._own.launch(*batches)
+        return ticket if self._rows is None else self._rows.joined(ticket)
 
     def sample(self, sample: Sample) -> Ticket:
-        self._send(sample)
+        if self._rows is not None and (rank := self._rows.rank_of(sample)):
+            self._send(sample, ranks=self.ranks[rank - 1 : rank])
+            return self._rows.awaited(rank, sample.iteration)
+        if self._rows is None:
+            self._send(sample)
         return self._own.sample(sample)
 
     def resync(self, resync: Resync) -> None:
@@ -155,8 +167,8 @@ class ParallelExecutor:
         for rank in self.ranks:
             rank.close()
 
-    def _send(self, message: ToRank) -> None:
-        for rank in self.ranks:
+    def _send(self, message: ToRank, *, ranks: Sequence[RankProcess] | None = None) -> None:
+        for rank in self.ranks if ranks is None else ranks:
             try:
                 rank.send(message)
             except OSError as error:
@@ -169,8 +181,17 @@ class ParallelExecutor:
             self._die(EngineDead(rank.ending()))
             return
         for answer in answers:
-            if answer.number in self._answers:
+            if not isinstance(answer, RankJobDone):
+                self._complete(rank, answer)
+            elif answer.number in self._answers:
                 self._answers[answer.number][rank.number - 1].set_result(answer.error)
+
+    def _complete(self, rank: RankProcess, outcome: Outcome) -> None:
+        assert self._rows is not None
+        try:
+            self._rows.complete(rank, outcome)
+        except BugError as error:
+            self._die(error)
 
     def _own_died(self, died: asyncio.Future[BaseException]) -> None:
         if not died.cancelled():

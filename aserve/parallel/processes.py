@@ -21,10 +21,10 @@ from aserve import frames
 from aserve.config import Resolved
 from aserve.errors import ConfigError, EngineDead
 from aserve.parallel.topology import (
+    Answer,
     Coordinates,
     FromRank,
     RankFailed,
-    RankJobDone,
     StartRank,
     ToRank,
 )
@@ -32,6 +32,7 @@ from aserve.processes.engine_process import describe, spawned
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 RANK = (sys.executable, "-m", "aserve.parallel.rank")
 SEND_S = 10.0  # for a rank that does not read
 LOAD_S = 600.0  # for the other ranks to load after rank 0 has
@@ -74,7 +75,7 @@ class RankProcess:
             raise (ConfigError if found.is_config else EngineDead)(found.message)
         raise EngineDead(self.ending())
 
-    def read_answers(self) -> list[RankJobDone] | None:
+    def read_answers(self) -> list[Answer] | None:
         """Returns the answers that have come, when the socket can be read; None at its end."""
         try:
             piece = self.socket.recv(PIECE_BYTES)
@@ -83,7 +84,7 @@ class RankProcess:
         if not piece:
             return None
         found = self._splitter.feed(piece)
-        return [msgspec.msgpack.decode(frame, type=RankJobDone) for frame in found]
+        return [ANSWERS.decode(frame) for frame in found]
 
     def ending(self) -> str:
         """Says how a process that has closed its socket has ended."""
@@ -109,7 +110,7 @@ def rank_processes(
 ) -> Iterator[tuple[RankProcess, ...]]:
     """Starts all ranks but the first one. It ends them if the block raises, and only then."""
     num_stages = resolved.machine.pipeline_parallel_size
-    first = Coordinates(0, resolved.num_ranks, str(store), num_stages)
+    first = Coordinates(0, resolved.num_ranks, str(store), num_stages, resolved.dp_size > 1)
     with contextlib.ExitStack() as undo:
         ranks = []
         for number in range(1, first.num_processes):

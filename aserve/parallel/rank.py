@@ -28,6 +28,7 @@ from aserve.messages.executor import Ticket
 from aserve.messages.results import StepFailed
 from aserve.messages.step import Launch, Resync, Sample
 from aserve.parallel.topology import (
+    Answer,
     Coordinates,
     Patience,
     RankFailed,
@@ -97,13 +98,16 @@ def _loaded(start: StartRank, stream: IO[bytes], patience: Patience) -> LocalExe
 
 
 class Follower:
-    """Runs what rank 0 sends. The results of steps are those of rank 0, so nobody reads them."""
+    """Runs what rank 0 sends. A rank with rows of its own answers each step and each Sample, in
+    order; the results of others are those of rank 0, so nobody reads them."""
 
     def __init__(
         self, executor: LocalExecutor, sock: socket.socket, place: Coordinates, patience: Patience
     ) -> None:
         self._executor = executor
         self._samples = place.is_last_stage
+        self._has_own_rows = place.has_own_rows
+        self._sending = asyncio.Lock()
         self._patience = patience
         self._socket = sock
         self._splitter = FrameSplitter()
@@ -145,7 +149,9 @@ class Follower:
             case Launch():
                 self._launched.put_nowait(self._executor.launch(*message.batches))
             case Sample():
-                if self._samples:
+                if self._has_own_rows:
+                    self._launched.put_nowait(self._executor.sample(message))
+                elif self._samples:
                     self._executor.sample(message)
             case Resync():
                 self._executor.resync(message)
@@ -160,20 +166,27 @@ class Follower:
 
     async def _run_job(self, run: RunJob) -> None:
         error = await self._executor.run_job(run.job)
-        answer = framed(msgspec.msgpack.encode(RankJobDone(run.number, error)))
+        await self._answer(RankJobDone(run.number, error))
+
+    async def _answer(self, answer: Answer) -> None:
+        frame = framed(msgspec.msgpack.encode(answer))
         with contextlib.suppress(OSError):  # rank 0 has gone, which is read as well
-            await asyncio.get_running_loop().sock_sendall(self._socket, answer)
+            async with self._sending:
+                await asyncio.get_running_loop().sock_sendall(self._socket, frame)
 
     async def _warm_up(self) -> None:
         await self._executor.warm_up()
         self._patience.serve()
 
     async def _watch(self) -> None:
-        """Ends the rank if a step fails before the last stage, which would await it in vain. One
-        that fails in the last stage fails on rank 0 as well, which tells the scheduler."""
+        """Answers by the outcomes of this rank's own rows. Ends the rank if a step fails before the
+        last stage, which would await it in vain. One that fails in the last stage fails on rank 0
+        as well, which tells the scheduler."""
         while True:
             outcome = await (await self._launched.get())
-            if isinstance(outcome, StepFailed) and not self._samples:
+            if self._has_own_rows:
+                await self._answer(outcome)
+            elif isinstance(outcome, StepFailed) and not self._samples:
                 logger.error("the rank ends: step %d: %s", outcome.iteration, outcome.error.message)
                 self._code = 1
                 self._ended.set()

@@ -1,8 +1,9 @@
 """The ranks of an engine: their coordinates, the messages between them, and how one is lost.
 
 Rank 0 runs in the engine's process and has the scheduler. Each other rank is a process that gets
-the same launches in the same order and samples the same tokens by the same noise. While it serves
-it answers jobs alone. Messages travel as length-prefixed msgpack over one socket for each rank.
+the same launches in the same order. It samples the same tokens by the same noise, or has rows of
+its own and answers each step by their outcome. Apart from that, it answers jobs alone while it
+serves. Messages travel as length-prefixed msgpack over one socket for each rank.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from aserve.config import Resolved
 from aserve.errors import ErrorInfo
 from aserve.messages.base import Message
 from aserve.messages.requests import CheckWeights, LoadLora, LoadWeights
+from aserve.messages.results import SampleResult, StepFailed, StepResult
 from aserve.messages.step import Launch, Resync, Sample
 
 SHARED_FOLDER = "/dev/shm"  # files in it are memory
@@ -34,6 +36,7 @@ class Coordinates(msgspec.Struct, frozen=True):
     num_ranks: int = 1  # of a stage
     store: str = ""
     num_stages: int = 1
+    has_own_rows: bool = False  # a data-parallel rank
 
     @property
     def num_processes(self) -> int:
@@ -127,6 +130,8 @@ class RankJobDone(Message, frozen=True):
 
 
 ToRank: TypeAlias = StartRank | WarmUp | Launch | Sample | Resync | RunJob
+Outcome: TypeAlias = StepResult | SampleResult | StepFailed
+Answer: TypeAlias = RankJobDone | Outcome  # of a rank that serves; outcomes of its own rows
 FromRank: TypeAlias = RankUp | RankLoaded | RankFailed | RankJobDone
 
 

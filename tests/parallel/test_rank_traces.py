@@ -42,12 +42,12 @@ DRAFTERS = ("", "NGRAM", "EAGLE3")
 class RankThread(RankProcess):
     """A rank in a thread of this process."""
 
-    def __init__(self, number: int, executor: LocalExecutor, patience: Patience) -> None:
-        self.number = number
+    def __init__(self, place: Coordinates, executor: LocalExecutor, patience: Patience) -> None:
+        self.number = place.rank
         self.socket, theirs = socket.socketpair()
         self._stream = cast(IO[bytes], self.socket.makefile("rwb"))
         self._splitter = FrameSplitter()
-        follower = Follower(executor, theirs, Coordinates(number, number + 1), patience)
+        follower = Follower(executor, theirs, place, patience)
 
         def run() -> None:
             with theirs:
@@ -63,17 +63,21 @@ class RankThread(RankProcess):
 
 
 def joined(resolved: Resolved, store: Path) -> ParallelExecutor:
-    patience = Patience()
+    patience, num_ranks = Patience(), resolved.num_ranks
+    places = [
+        Coordinates(rank, num_ranks, str(store), has_own_rows=resolved.dp_size > 1)
+        for rank in range(num_ranks)
+    ]
 
-    def load(rank: int) -> LocalExecutor:
-        place = Coordinates(rank, 2, store=str(store))
+    def load(place: Coordinates) -> LocalExecutor:
         return load_rank(
             resolved, MODEL_DIR, lambda: place, patience=patience, on_stage=ignore_stage
         )
 
-    with ThreadPoolExecutor(2) as pool:
-        own, other = pool.map(load, range(2))
-    return ParallelExecutor(own, [RankThread(1, other, patience)], patience)
+    with ThreadPoolExecutor(num_ranks) as pool:
+        own, *others = pool.map(load, places)
+    threads = [RankThread(*each, patience) for each in zip(places[1:], others, strict=True)]
+    return ParallelExecutor(own, threads, patience)
 
 
 def options_of(rng: random.Random, drafter: str) -> dict[str, Any]:

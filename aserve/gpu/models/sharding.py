@@ -50,19 +50,25 @@ def rank_config(config: ModelConfig, shard: Shard) -> ModelConfig:
         # Without a size of their own, experts have that of the MLPs, whose place they take.
         mlp_size = mlp_size if EXPERT_SIZE in inner else {}
         inner = {}
-    sizes = {"num_attention_heads": config.num_heads, **inner, **mlp_size}
+    heads = {} if shard.has_own_rows else {"num_attention_heads": config.num_heads}
+    sizes = {**heads, **inner, **mlp_size}
     for name, size in sizes.items():
         if not can_divide(size, num_ranks):
             _refuse(config, f"{name} is {size}", num_ranks)
+    divided = dataclasses.replace(
+        config,
+        intermediate_size=config.intermediate_size // (num_ranks if mlp_size else 1),
+        fields=replaced(config.fields, {name: n // num_ranks for name, n in inner.items()}),
+    )
+    if shard.has_own_rows:
+        return divided
     num_kv_heads = config.num_kv_heads
     if not (can_divide(num_kv_heads, num_ranks) or can_divide(num_ranks, num_kv_heads)):
         _refuse(config, f"num_key_value_heads is {num_kv_heads}", num_ranks)
     return dataclasses.replace(
-        config,
+        divided,
         num_heads=config.num_heads // num_ranks,
         num_kv_heads=max(1, num_kv_heads // num_ranks),
-        intermediate_size=config.intermediate_size // (num_ranks if mlp_size else 1),
-        fields=replaced(config.fields, {name: n // num_ranks for name, n in inner.items()}),
     )
 
 

@@ -112,7 +112,7 @@ class RankWeights:
 
     def linear(self, parts: Mapping[str, int], *, in_features: int, bias: bool) -> LinearOp:
         modules = {_module(name) for name in parts}
-        if any(map(self._shard.is_whole_expert, parts)):
+        if any(self._shard.is_whole_expert(name) or self._is_own(name) for name in parts):
             return self._source.linear(parts, in_features=in_features, bias=bias)
         if modules & ROW_PARALLEL:
             return self._summed(parts, in_features, has_bias=bias)
@@ -142,7 +142,7 @@ class RankWeights:
         return SummedGroupedLinear(self._source.grouped(weights), self._ranks)
 
     def tied_linear(self, name: str, weight: Tensor) -> LinearOp:
-        if _module(name) != HEAD or not self._divides(len(weight)):
+        if _module(name) != HEAD or self._is_own(name) or not self._divides(len(weight)):
             return self._source.tied_linear(name, weight)
         own = weight.chunk(self._ranks.num_ranks)[self._ranks.rank]
         return ConcatLinear(self._source.tied_linear(name, own), self._ranks)
@@ -155,6 +155,9 @@ class RankWeights:
         bias = self._source.tensor(f"{name}.bias", (num_rows,)) if has_bias else None
         return SummedLinear(part, bias, self._ranks)
 
+    def _is_own(self, name: str) -> bool:
+        return self._shard.has_own_rows and self._shard.is_whole(name)
+
     def _divides(self, size: int) -> bool:
         return can_divide(size, self._ranks.num_ranks)
 
@@ -165,10 +168,12 @@ def for_rank(
     *,
     beside: Mapping[str, object],
     experts: ExpertPart | None = None,
+    has_own_rows: bool = False,
 ) -> Target:
     """Returns the target that a rank's part of a model is built for: the part of `ranks` of every
-    layer, or, with `experts`, of all but the experts, of which it has that part. `beside` has the
-    values of options that are not divided among ranks; ConfigError is raised if one is set."""
+    layer, or, with `experts`, of all but the experts, of which it has that part. With
+    `has_own_rows`, attention is whole. `beside` has the values of options that are not divided
+    among ranks; ConfigError is raised if one is set."""
     if ranks.num_ranks == 1 and experts is None:
         return target
     asked = [flag for flag, value in beside.items() if value]
@@ -177,10 +182,10 @@ def for_rank(
     if asked:
         raise ConfigError(
             f"{' and '.join(asked)} cannot be divided among ranks; leave out "
-            "--tensor-parallel-size and --expert-parallel-size",
+            "--tensor-parallel-size, --expert-parallel-size and --enable-dp-attention",
             param="tensor_parallel_size",
         )
-    shard = Shard(ranks.rank, ranks.num_ranks, experts=experts)
+    shard = Shard(ranks.rank, ranks.num_ranks, experts=experts, has_own_rows=has_own_rows)
     return replace(target, shard=shard, divide=lambda source: RankWeights(source, ranks, shard))
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from aserve.errors import BugError, StepError
 from aserve.messages.base import array_i32
+from aserve.messages.executor import Ticket
 from aserve.messages.results import SampleResult, SeqLens, StepFailed, StepResult
 
 T = TypeVar("T")
@@ -64,7 +65,7 @@ class RowTokens:
 
     __slots__ = ("_ticket", "iteration", "row")
 
-    def __init__(self, ticket: StepTicket, row: int) -> None:
+    def __init__(self, ticket: Ticket, row: int) -> None:
         self._ticket = ticket
         self.iteration = ticket.iteration
         self.row = row

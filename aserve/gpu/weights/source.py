@@ -117,6 +117,7 @@ class LoadProgress:
         self._on_progress(self._num_done * self._dtype.itemsize, self._total_bytes)
 
 
+OF_OWN_ROWS = re.compile(r"\.self_attn\.|^lm_head\b")
 EXPERTS = re.compile(r"\.(shared_)?experts?\.")  # in names below a layer's own
 
 
@@ -156,7 +157,8 @@ class Shard:
     rank. Where `num_parts` has an entry for a tensor, it is divided into as many parts, of which
     neighbouring ranks share one (KV heads fewer than ranks). With `experts`, a device has some of
     the experts, and these and the shared ones are whole. Tensors whose names begin with one of
-    `whole` are not divided, whatever `axes` says.
+    `whole` are not divided, whatever `axes` says, and with `has_own_rows` neither are attention and
+    the head, because the device computes them for rows of its own.
     """
 
     rank: int = 0
@@ -165,6 +167,7 @@ class Shard:
     num_parts: Mapping[str, int] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
     experts: ExpertPart | None = None
+    has_own_rows: bool = False
 
     def held_experts(self, num_experts: int) -> tuple[int, ...]:
         """Returns the numbers of the experts whose weights this device has, in their order."""
@@ -175,6 +178,11 @@ class Shard:
     def is_whole_expert(self, name: str) -> bool:
         """Says whether `name` is of an expert, or of a shared one, that is not divided."""
         return self.experts is not None and EXPERTS.search(name) is not None
+
+    def is_whole(self, name: str) -> bool:
+        """Says whether `name` is of a part that is not divided, whatever `axes` says."""
+        is_own = self.has_own_rows and OF_OWN_ROWS.search(name) is not None
+        return is_own or name.startswith(self.whole)
 
     def whole_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the checkpoint's shape of a tensor of which this rank holds `shape`."""
@@ -190,7 +198,7 @@ class Shard:
         return tuple(slice(i * n, (i + 1) * n) for i, n in zip(numbers, shape, strict=True))
 
     def _axis(self, name: str) -> int | None:
-        if self.is_whole_expert(name) or name.startswith(self.whole):
+        if self.is_whole_expert(name) or self.is_whole(name):
             return None
         return self.axes.get(_last_two(name))
 
