@@ -8,39 +8,34 @@ import asyncio
 import os
 import random
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
-import torch
 
-from aserve.errors import BugError, ConfigError
-from aserve.gpu.models.decoder import Decoder
-from aserve.gpu.parallel.collectives import collectives_of
-from aserve.gpu.parallel.joint import JointDecoder, JointForward, pads_to_most
-from aserve.load import load_rank
-from aserve.messages.base import num_values
+from aserve.errors import ConfigError
+from aserve.gpu.executor import TorchExecutor
+from aserve.gpu.parallel.joint import pads_to_most
+from aserve.gpu.step.ticket import StepTicket
+from aserve.messages.base import array_i32, num_values
 from aserve.messages.requests import Cancel, LoadWeights
-from aserve.messages.results import StepFailed
 from aserve.messages.step import ScheduleBatch
 from aserve.parallel.leader import ParallelExecutor
-from aserve.parallel.topology import Coordinates, Patience, RankLost
-from aserve.progress import ignore_stage
-from aserve.tiny import MODEL_DIR
+from aserve.parallel.topology import RankLost
 from tests.gpu.drive import request, serve, serve_between
 from tests.parallel.test_rank_traces import (
     FIRST_SEED,
     NUM_TRACES,
+    RankThread,
     joined,
     options_of,
     requests_of,
 )
-from tests.parallel.test_ranks import CROWDED, asks, loaded, resolved_of
+from tests.parallel.test_ranks import CROWDED, MOVING, asks, loaded, resolved_of
 from tools.train_models.folder import MODELS_DIR, complete_folder
 
 TWO: dict[str, Any] = {"enable_dp_attention": True, "replicas": 2}
-DEEPEP = {"expert_parallel_size": 2, "all2all_backend": "deepep_low_latency"}
+MOVED = {"expert_parallel_size": 2, "all2all_backend": "deepep_low_latency", **MOVING}
 
 
 def counts_of(batches: list[ScheduleBatch], num_ranks: int = 2) -> list[tuple[int, ...]]:
@@ -67,13 +62,14 @@ def test_tokens_are_those_of_one_rank() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"enable_expert_parallel": True}, DEEPEP])
+@pytest.mark.parametrize("options", [{}, {"enable_expert_parallel": True}, MOVED])
 def test_experts_of_all_ranks_change_no_token(options: dict[str, Any], tmp_path: Path) -> None:
-    """Experts are divided each, or whole; and rows travel to them."""
+    """Experts are divided each, or whole; or rows travel to experts that move."""
     model = complete_folder(MODELS_DIR / "moe", tmp_path / "model")
-    asked = asks(is_plain=True)
+    asked = asks(is_plain=True)[1:]
     one = serve(loaded(model), asked)
-    assert serve(loaded(model, **TWO, **options), asked, chaos=3).outputs == one.outputs
+    two = joined(resolved_of(**TWO, **options), tmp_path / "store", model)
+    assert serve(two, asked, chaos=3).outputs == one.outputs
 
 
 @pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + NUM_TRACES))
@@ -91,3 +87,79 @@ def test_any_trace_gives_the_tokens_of_one_rank(seed: int, tmp_path: Path) -> No
         was_cancelled = three.reasons[key] == ["cancelled"]
         assert found == outputs[: len(found)] if was_cancelled else found == outputs
     assert any(0 in each for each in counts_of(three.batches, 3))
+
+
+def test_a_request_that_fails_on_its_rank_ends_alone_and_no_rank_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps of rank 1 fail before their first layer, and those behind them are refused."""
+    resolved = resolved_of(**TWO)
+    asked = [request(f"r{n}", [*range(3, 14 - n % 2)], max_tokens=9) for n in range(3)]
+    one = serve(loaded(), asked)
+    executor = joined(resolved, tmp_path / "store")
+    executor.patience.serve()
+    [rank] = executor.ranks
+    assert isinstance(rank, RankThread)
+    broken = cast(TorchExecutor, rank.executor)
+    rows: set[int] = set()
+    step = broken._step
+
+    def fail_at_times(batch: ScheduleBatch, ticket: StepTicket) -> None:
+        rows.update(init.row for init in batch.row_inits if init.prompt_len == 10)
+        if rows.intersection(array_i32(batch.rows).tolist()):
+            raise RuntimeError("a product broke")
+        step(batch, ticket)
+
+    monkeypatch.setattr(broken, "_step", fail_at_times)
+    two = serve(executor, asked, launches_ahead=True)
+    assert two.reasons[("r1", 0)] == ["error"]
+    del one.outputs[("r1", 0)]
+    assert two.outputs == one.outputs
+    assert two.num_resyncs > 1
+
+
+async def test_new_weights_reach_all_ranks_and_a_rank_that_stops_ends_the_engine() -> None:
+    executor = loaded(**TWO)
+    assert isinstance(executor, ParallelExecutor)
+    executor.start(asyncio.get_running_loop())
+    try:
+        await executor.warm_up()
+        first = await serve_between(executor, asks(is_plain=True), first_iteration=1)
+        assert await executor.run_job(LoadWeights(1)) is None
+        again = await serve_between(executor, asks(is_plain=True), first_iteration=1000)
+        assert again.outputs == first.outputs
+        executor.patience.seconds = 0.5
+        [rank] = executor.ranks
+        os.kill(rank.process.pid, signal.SIGSTOP)
+        stuck = asyncio.ensure_future(
+            serve_between(executor, asks(is_plain=True), first_iteration=2000)
+        )
+        async with asyncio.timeout(10):
+            reason = await executor.died
+        stuck.cancel()
+    finally:
+        executor.close()
+    assert isinstance(reason, RankLost)
+    assert "rank 1, which did not come to a collective" in str(reason)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"replicas": 1}, "needs --data-parallel-size of 2 or more"),
+        ({"tensor_parallel_size": 4}, "--tensor-parallel-size 4"),
+        ({"max_num_seqs": 1}, "--max-num-seqs 1"),
+        ({"speculative_algorithm": "NGRAM", "enable_lora": True}, "--speculative-algorithm and"),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size does not go with"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        resolved_of(**{**TWO, **options})
+
+
+def test_padding_moves_the_fewest_rows() -> None:
+    """Of two ranks, the largest part counts three times, and each row twice."""
+    assert [pads_to_most(counts) for counts in [(4, 2), (4, 1), (1, 0)]] == [True, False, False]
+    assert [pads_to_most((4, 4, other)) for other in (0, 1, 4)] == [True, True, True]
+    assert not pads_to_most((4, 1, 1))

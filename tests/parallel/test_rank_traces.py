@@ -44,6 +44,7 @@ class RankThread(RankProcess):
 
     def __init__(self, place: Coordinates, executor: LocalExecutor, patience: Patience) -> None:
         self.number = place.rank
+        self.executor = executor
         self.socket, theirs = socket.socketpair()
         self._stream = cast(IO[bytes], self.socket.makefile("rwb"))
         self._splitter = FrameSplitter()
@@ -62,7 +63,7 @@ class RankThread(RankProcess):
         self._thread.join()
 
 
-def joined(resolved: Resolved, store: Path) -> ParallelExecutor:
+def joined(resolved: Resolved, store: Path, folder: Path = MODEL_DIR) -> ParallelExecutor:
     patience, num_ranks = Patience(), resolved.num_ranks
     places = [
         Coordinates(rank, num_ranks, str(store), has_own_rows=resolved.dp_size > 1)
@@ -70,9 +71,7 @@ def joined(resolved: Resolved, store: Path) -> ParallelExecutor:
     ]
 
     def load(place: Coordinates) -> LocalExecutor:
-        return load_rank(
-            resolved, MODEL_DIR, lambda: place, patience=patience, on_stage=ignore_stage
-        )
+        return load_rank(resolved, folder, lambda: place, patience=patience, on_stage=ignore_stage)
 
     with ThreadPoolExecutor(num_ranks) as pool:
         own, *others = pool.map(load, places)
