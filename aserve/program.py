@@ -11,7 +11,6 @@ import fcntl
 import logging
 import os
 import sys
-import threading
 from typing import NoReturn
 
 
@@ -45,10 +44,9 @@ def end_process(code: int) -> NoReturn:
     """Ends the process at once, even while threads still work.
 
     WHY: Python joins the threads of every pool before it ends, however long their work takes, and
-    a thread that comes back from a library during Python's own end can abort the process.
+    a thread that comes back from a library during Python's own end can abort the process. Threads
+    of libraries are not known to Python, so this does not depend on how many it counts.
     """
-    if threading.active_count() == 1:
-        sys.exit(code)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more

@@ -17,7 +17,7 @@ import signal
 import sys
 import warnings
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 import msgspec
 
@@ -26,7 +26,7 @@ from aserve.grammar.compile import Compiler, Done, Failed, Vocabulary
 from aserve.messages.requests import Grammar
 
 STARTUP_S = 120.0  # imports take seconds, on a busy machine many
-OUT_OF_MEMORY = 3  # exit code of a fork
+BROKEN, OUT_OF_MEMORY = 1, 3  # exit codes of a fork
 # The message for a worker that the kernel killed while it compiled.
 KILLED = (
     "compiling it was ended by the system, which does that when memory runs out. Make it simpler, "
@@ -91,20 +91,32 @@ def _serve(grammar: Grammar, replies: IO[bytes], *, compiler: Compiler, setup: S
     """Compiles in a fork, which replies itself unless a limit ends it before."""
     pid = os.fork()
     if pid == 0:
+        _compile_in_fork(grammar, replies, compiler=compiler, setup=setup)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code != 0:
+        send(replies, Reply(_exceeded_limit(code, setup)))
+
+
+def _compile_in_fork(
+    grammar: Grammar, replies: IO[bytes], *, compiler: Compiler, setup: Setup
+) -> NoReturn:
+    """NOTE: a fork has none of its parent's threads, so whatever happens it must not end as Python
+    does, which may wait for them.
+    """
+    code = BROKEN
+    try:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         signal.setitimer(signal.ITIMER_REAL, setup.timeout_s)
         Path("/proc/self/oom_score_adj").write_text("1000")  # ended before the server itself
         _limit_memory(setup.memory_bytes)
-        try:
-            result = compiler.try_out(grammar)
-        except MemoryError:
-            os._exit(OUT_OF_MEMORY)
+        result = compiler.try_out(grammar)
         signal.setitimer(signal.ITIMER_REAL, 0)
         send(replies, Reply(result))
-        os._exit(0)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if code != 0:
-        send(replies, Reply(_exceeded_limit(code, setup)))
+        code = 0
+    except MemoryError:
+        code = OUT_OF_MEMORY
+    finally:
+        os._exit(code)
 
 
 def _limit_memory(memory_bytes: int) -> None:
@@ -133,4 +145,6 @@ def _exceeded_limit(code: int, setup: Setup) -> Failed:
 
 
 if __name__ == "__main__":
-    main()
+    with contextlib.suppress(BrokenPipeError):  # the server has ended
+        main()
+    os._exit(0)  # Python's own end would wait for threads of libraries

@@ -17,9 +17,10 @@ import pytest
 
 from aserve.config import GrammarOptions
 from aserve.errors import AserveError, BugError, InvalidRequest, QueueFull, ShuttingDown
+from aserve.frames import send
 from aserve.grammar import library, source_limits
 from aserve.grammar.process import CompileProcess
-from aserve.grammar.worker import Setup
+from aserve.grammar.worker import Job, Setup
 from aserve.grammar.workers import USABLE_S
 from aserve.messages.requests import Grammar
 from tests.grammar.libraries import MIB, Rig, rig, vocabulary
@@ -296,6 +297,20 @@ def test_a_worker_that_was_closed_before_it_is_asked_says_that_the_server_ends()
     worker.close()
     with pytest.raises(ShuttingDown):
         worker.get_ready(Setup(vocabulary(), 20.0, 256 * MIB, idle_s=0))
+
+
+def test_a_worker_whose_server_was_killed_ends_in_silence(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """It holds the server's output open for as long as it lives."""
+    worker = CompileProcess()
+    worker.get_ready(Setup(vocabulary(), 0.2, 256 * MIB, idle_s=0))
+    send(worker._jobs, Job(Grammar("regex", EXPLODING)))
+    worker._replies.close()
+    worker._jobs.close()
+    assert worker._process.wait(timeout=50) == 0
+    assert "Traceback" not in capfd.readouterr().err
+    worker.close()
 
 
 def test_a_worker_that_gets_no_job_ends_by_itself() -> None:
