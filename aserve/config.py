@@ -20,6 +20,7 @@ from aserve.errors import ConfigError
 from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.diffusion.registry import ALGORITHMS as DENOISING
 from aserve.gpu.spec.registry import ALGORITHMS, COUPLED, VERIFICATIONS
+from aserve.messages.executor import TierPolicy
 from aserve.options.option import (
     ENV_PREFIX,
     Limits,
@@ -145,6 +146,28 @@ class KvOptions:
         "do not keep the KV of earlier prompts for reuse",
         Limits(aliases=("disable-radix-cache", "no-enable-prefix-caching")),
     )
+    enable_hierarchical_cache: bool = option(
+        False,
+        "keep KV that the prefix cache evicts in host memory, and bring it back when a prompt "
+        "begins with it",
+    )
+    hicache_size: float | None = option(
+        None,
+        "GiB of host memory for KV below the prefix cache; turns --enable-hierarchical-cache on",
+        Limits(low=0, aliases=("kv-offloading-size",)),
+    )
+    hicache_ratio: float = option(
+        2.0,
+        "host memory for KV, in parts of the device's, where --hicache-size is not given; at most "
+        "half of the memory that is free",
+        Limits(low=0.001),
+    )
+    hicache_write_policy: str = option(
+        "write_through",
+        "pages go down when they enter the prefix cache (write_through), or when they are evicted "
+        "(write_back)",
+        Limits(choices=("write_through", "write_back")),
+    )
     enable_hisparse: bool = option(
         False,
         "keep the KV of a model with sparse attention in the host's memory, and what it reads most "
@@ -156,6 +179,13 @@ class KvOptions:
         "out), host_to_device_ratio (memory for KV, 2), backup_interval (steps, 1)",
         Limits(metavar="JSON"),
     )
+
+    @property
+    def tier_policy(self) -> TierPolicy:
+        """Returns when pages go down to the tiers below the prefix cache, if there are any."""
+        if not self.enable_hierarchical_cache and self.hicache_size is None:
+            return "off"
+        return "write_back" if self.hicache_write_policy == "write_back" else "write_through"
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ from aserve.observability.reports import EngineReport, TickReporter
 from aserve.observability.step_log import StepLog
 from aserve.observability.trace import Trace
 from aserve.scheduling.scheduler import Scheduler
+from aserve.tiers.connect import open_tiers
 
 CLOSE_S = 0.5  # how long `close` waits for the current step of the device
 
@@ -110,13 +111,14 @@ class LocalEngineCore:
         transfers = open_transfers(
             executor, resolved, events=events, text=ports.text, report=ports.report
         )
+        tiers = open_tiers(executor, resolved, transfers, events=events, report=ports.report)
         masks = MaskActor(scheduler=events, budget=_mask_budget(resolved))
         machine = Scheduler(self.spec, debug_checks=debug.debug_checks)
         states = RequestStates(machine.state, ports.report)
         observers = (states, TickReporter(ports.report), StepLog())
         scheduler = SchedulerActor(
             machine,
-            SchedulerPorts(executor, pump.inbox, transfers.text, masks.inbox, transfers.kv),
+            SchedulerPorts(executor, pump.inbox, transfers.text, masks.inbox, tiers.kv),
             watch=SchedulerWatch(ports.trace, observers, self._recorder),
             inbox=events,
         )
@@ -130,7 +132,7 @@ class LocalEngineCore:
         self.inbox: Sink[EngineEvent] = grammars.inbox
         self.actors: tuple[Supervised, ...] = (
             *(pump, masks, scheduler, grammars),
-            *transfers.actors,
+            *tiers.actors,
         )
 
     async def start(self, on_death: DeathReport) -> None:

@@ -163,6 +163,7 @@ def build_options(resolved: Resolved, model_dir: Path) -> BuildOptions:
         num_pages=resolved.kv.num_pages,
         memory_share=resolved.kv.gpu_memory_utilization,
         prefix_cache=not resolved.kv.no_prefix_cache,
+        kv_tiers=resolved.kv.tier_policy,
         max_rows=resolved.scheduler.max_num_seqs,
         max_batched_tokens=resolved.scheduler.max_num_batched_tokens,
         max_mixed_prefill_tokens=resolved.scheduler.max_mixed_prefill_tokens,

@@ -354,14 +354,14 @@ MUTANTS = (
     ),
     Mutant(
         "a namespace that is not part of the key",
-        "aserve/cache/prefix_tree.py",
+        "aserve/cache/page_keys.py",
         "blake2b(namespace.encode(), digest_size=KEY_BYTES)",
         "blake2b(b'', digest_size=KEY_BYTES)",
         "tests/cache/test_prefix_tree.py",
     ),
     Mutant(
         "a page's key that does not name the pages before it",
-        "aserve/cache/prefix_tree.py",
+        "aserve/cache/page_keys.py",
         "parent = blake2b(page_tokens, digest_size=KEY_BYTES, key=parent).digest()",
         "parent = blake2b(page_tokens, digest_size=KEY_BYTES, key=root).digest()",
         "tests/cache/test_prefix_tree.py",

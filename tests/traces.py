@@ -21,19 +21,29 @@ from aserve.messages.output import Amended, Refused, Retired, StepOutput
 from aserve.messages.requests import AdmitRequest, Amend, Cancel
 from aserve.messages.results import BuildMask, MaskReady, StepTimes
 from aserve.messages.step import Launch, Resync, Sample
-from aserve.messages.transfers import KvFailed, KvReady, ReceiveKv, SendKv
+from aserve.messages.transfers import (
+    KvFailed,
+    KvLoaded,
+    KvReady,
+    LoadKv,
+    ReceiveKv,
+    SaveKv,
+    SendKv,
+)
 from aserve.observability.recording import Recorder
 from aserve.scheduling.check import describe
 from aserve.scheduling.request import child_seed
 from aserve.scheduling.scheduler import Scheduler
 from tests.fakes.rank_devices import RankDevices
 from tests.fakes.toy_device import ToyMatchers
+from tests.fakes.toy_tiers import ToyTiers
 from tests.faults import Faults
 from tests.launch_checks import LaunchChecks
 from tests.stories import FailedMask, Story
 from tests.watched_state import WatchedState
 
 MAX_TURNS = 3_000
+EVICT_RATE = 0.3  # turns in which the pool is under pressure, where pages go down to tiers
 REASONS: tuple[CancelReason, ...] = ("stop", "cancelled", "deadline", "shutdown")
 EVENTS = Codec(SchedulerEvent)
 EFFECTS = Codec(SchedulerEffect)
@@ -48,6 +58,8 @@ class Trace(msgspec.Struct, frozen=True):
     fail_rate: float = 0.0
     mask_fail_rate: float = 0.0
     transfer_fail_rate: float = 0.0
+    max_stored: int = 0  # pages that the tiers hold
+    lone_rate: float = 0.0  # arrivals that wait until nothing else is to be done
     events_per_turn: int = 1
     times: StepTimes | None = None
 
@@ -77,9 +89,15 @@ class TraceRun:
         for device in self.ranks.devices:
             device.whole_prompts = whole_prompts
         self.matchers = ToyMatchers(trace.spec.vocab_size)
-        self.commands: deque[Launch | Sample | Resync] = deque()
+        self.tiers = ToyTiers(
+            self.ranks.devices[0],
+            chaos=self.chaos,
+            max_pages=trace.max_stored,
+            rate=trace.transfer_fail_rate,
+        )
+        self.commands: deque[Launch | Sample | Resync | SaveKv] = deque()
         self.asks: deque[BuildMask] = deque()
-        self.transfers: list[ReceiveKv] = []
+        self.transfers: list[ReceiveKv | LoadKv] = []
         self.arrivals = deque(trace.requests)
         self.arrived: dict[str, None] = {}
         self.stories = {
@@ -104,6 +122,8 @@ class TraceRun:
             )
             assert can_move, f"nobody moves: {self._who_waits()}"
             self.turns.append(events)
+            if self.trace.spec.kv_tiers != "off" and self.chaos.random() < EVICT_RATE:
+                self.scheduler.state.cache.evict_all()  # a replay of the trace does not do it
             effects = self.scheduler.step([EVENTS.round_trip(event) for event in events])
             for key, num_outputs, change in self.scheduler.changes:
                 self.stories[key].changes.append((num_outputs, change))
@@ -147,6 +167,9 @@ class TraceRun:
             return self._amend_somebody()
         queues = (self.arrivals, self.commands, self.asks, self.transfers)
         sources = [source for source in queues if source]
+        lone_rate = self.trace.lone_rate
+        if lone_rate and len(sources) > 1 and self.chaos.random() < lone_rate:
+            sources = [source for source in sources if source is not self.arrivals]
         if not sources:
             return None
         source = self.chaos.choice(sources)
@@ -159,7 +182,8 @@ class TraceRun:
             return self.arrivals.popleft()
         if source is self.asks:
             return self._answer(self.asks.popleft())
-        return self.ranks.run(self.commands.popleft())
+        command = self.commands.popleft()
+        return self.tiers.save(command) if isinstance(command, SaveKv) else self.ranks.run(command)
 
     def _answer(self, ask: BuildMask) -> MaskReady:
         ready = self.matchers.fill(ask)
@@ -168,9 +192,11 @@ class TraceRun:
         error = StepError(f"the toy grammar broke at output {ask.position}").info()
         return MaskReady(ask.request_id, ask.child, ask.position, mask=b"", error=error)
 
-    def _transfer(self) -> KvReady | KvFailed:
+    def _transfer(self) -> KvReady | KvFailed | KvLoaded:
         """Transfers end in any order."""
         transfer = self.transfers.pop(self.chaos.randrange(len(self.transfers)))
+        if isinstance(transfer, LoadKv):
+            return self.tiers.load(transfer)
         fails = self.chaos.random() < self.trace.transfer_fail_rate
         story = self.stories[transfer.request_id, transfer.child]
         return self.device.receive_kv(transfer, story.request, fails=fails)
@@ -211,11 +237,11 @@ class TraceRun:
                 for batch in effect.batches:
                     if batch.rows:
                         self.checks.check(batch)
-            case Sample() | Resync():
+            case Sample() | Resync() | SaveKv():
                 self.commands.append(effect)
             case BuildMask():
                 self.asks.append(effect)
-            case ReceiveKv():
+            case ReceiveKv() | LoadKv():
                 self.transfers.append(effect)
             case SendKv():
                 raise AssertionError("nobody asked for KV")

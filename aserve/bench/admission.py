@@ -20,7 +20,7 @@ from aserve.actors.scheduler import SchedulerActor, SchedulerPorts, SchedulerWat
 from aserve.bench.options import AdmissionOptions
 from aserve.bench.result import BenchResult, Table, mean, median, percentile, progress
 from aserve.bench.step_driver import result_of
-from aserve.cache.prefix_tree import prompt_keys
+from aserve.cache.page_keys import prompt_keys
 from aserve.channel import Channel
 from aserve.config import Resolved
 from aserve.errors import BugError

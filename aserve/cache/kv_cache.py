@@ -16,9 +16,10 @@ from aserve.cache.conservation import check_conservation
 from aserve.cache.layout import first_visible_page
 from aserve.cache.pools import PagePool
 from aserve.cache.prefix_tree import Prefix, PrefixTree
+from aserve.cache.stored_pages import StoredPages
 from aserve.errors import BugError
 from aserve.messages.base import ArrayI32
-from aserve.messages.executor import GroupSpec
+from aserve.messages.executor import GroupSpec, TierPolicy
 
 
 class KvCache:
@@ -34,6 +35,7 @@ class KvCache:
         "_windowed",
         "_windows",
         "has_windows",
+        "stored",
     )
 
     def __init__(
@@ -43,6 +45,7 @@ class KvCache:
         page_size: int,
         prefix_cache: bool,
         rank: int = 0,
+        tiers: TierPolicy = "off",
     ) -> None:
         if not groups or groups[0].window is not None:
             raise BugError(f"the first layer group must have no window: {groups}")
@@ -52,7 +55,10 @@ class KvCache:
         self._pools = tuple(PagePool(group.name, group.num_pages) for group in groups)
         self._windows = tuple(group.window for group in groups)
         self._windowed = tuple(g for g, group in enumerate(groups) if group.window is not None)
-        self._tree = PrefixTree(groups[0].num_pages, windowed_groups=self._windowed)
+        self.stored = StoredPages(tiers, num_groups=len(groups))
+        self._tree = PrefixTree(
+            groups[0].num_pages, windowed_groups=self._windowed, stored=self.stored
+        )
         self.has_windows = bool(self._windowed)
         self._closed: list[PageAllocation] = []  # whose pages a transfer still uses
 

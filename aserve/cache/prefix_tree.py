@@ -22,16 +22,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from hashlib import blake2b
-from typing import overload
 
 import msgspec
 import numpy as np
 
 from aserve.cache.eviction import EvictionOrder
+from aserve.cache.stored_pages import StoredPages
 from aserve.cache.windowed_pages import WindowedPages
 from aserve.errors import BugError
-from aserve.messages.base import ArrayI32, array_i32
 
 
 class Run:
@@ -73,9 +71,13 @@ class PrefixTree:
     run. Hence every prefix of the order can be evicted.
     """
 
-    __slots__ = ("_run_of", "_runs", "order", "windowed")
+    __slots__ = ("_run_of", "_runs", "_stored", "order", "windowed")
 
-    def __init__(self, num_nodes: int, *, windowed_groups: Sequence[int] = ()) -> None:
+    def __init__(
+        self, num_nodes: int, *, windowed_groups: Sequence[int] = (), stored: StoredPages
+    ) -> None:
+        """`stored` takes note of what enters the tree and what is evicted."""
+        self._stored = stored
         # PERF: 256 dicts, chosen by the first byte of a key, because a dict that grows moves all
         # its entries at once: 2 ms for 40,000 keys. These grow at different times.
         self._runs: list[dict[bytes, Run]] = [{} for _ in range(256)]
@@ -175,6 +177,7 @@ class PrefixTree:
         for group, windowed in self.windowed.items():
             windowed.pages[pages[0]] = pages[group]
             windowed.locks[pages[0]] = np.asarray(pages[group]) != 0
+        self._stored.note_new(keys, pages)
         return Prefix(run, run.end)
 
     def evict(self, count: int) -> dict[int, array[int]]:
@@ -189,8 +192,9 @@ class PrefixTree:
             key = run.keys.pop()
             del self._runs[key[0]][key]
             self._run_of[node] = None
-            for group, windowed in self.windowed.items():
-                page = windowed.drop(node)
+            dropped = [windowed.drop(node) for windowed in self.windowed.values()]
+            self._stored.note_evicted(key, (node, *dropped))
+            for group, page in zip(self.windowed, dropped, strict=True):
                 if page:
                     freed[group].append(page)
         return freed
@@ -204,85 +208,3 @@ def _drop_user(run: Run, end: int) -> None:
         run.users[end] = left
     else:
         del run.users[end]
-
-
-KEY_BYTES = 16  # two of 2^64 pages would probably have the same key
-
-
-def root_key(namespace: str) -> bytes:
-    """Returns the key before the first page, so that requests of different namespaces share no
-    pages.
-    """
-    return blake2b(namespace.encode(), digest_size=KEY_BYTES).digest()
-
-
-def extend_keys(keys: list[bytes], tokens: ArrayI32, *, page_size: int, root: bytes) -> None:
-    """Appends the keys of those full pages of `tokens` that have none yet.
-
-    `tokens` is int32 [sequence length]; `keys` are those of its first pages.
-    """
-    # NOTE: the same tokens with another dtype would get other keys, and the cache would never hit.
-    assert tokens.dtype == np.int32
-    parent = keys[-1] if keys else root
-    for start in range(len(keys) * page_size, len(tokens) - page_size + 1, page_size):
-        page_tokens = tokens[start : start + page_size].tobytes()
-        parent = blake2b(page_tokens, digest_size=KEY_BYTES, key=parent).digest()
-        keys.append(parent)
-
-
-def prompt_keys(prompt_ids: bytes, *, page_size: int, namespace: str) -> bytes:
-    """Returns the concatenated keys of a prompt's full pages, as AdmitRequest carries them.
-
-    PERF: it takes about 1 us per page; for a long prompt the tokenizer calls it in a thread.
-    """
-    keys: list[bytes] = []
-    extend_keys(keys, array_i32(prompt_ids), page_size=page_size, root=root_key(namespace))
-    return b"".join(keys)
-
-
-class PageKeys(Sequence[bytes]):
-    """The keys of a sequence's full pages. All children of a request share the keys of the prompt,
-    as the bytes in which they arrived.
-    """
-
-    __slots__ = ("_num_prompt", "_own", "_prompt", "namespace")
-
-    def __init__(self, prompt: bytes, *, namespace: str) -> None:
-        self._prompt = prompt
-        self._num_prompt = len(prompt) // KEY_BYTES
-        self._own: list[bytes] = []
-        self.namespace = namespace
-
-    def __len__(self) -> int:
-        return self._num_prompt + len(self._own)
-
-    @overload
-    def __getitem__(self, index: int) -> bytes: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[bytes]: ...
-
-    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
-        if isinstance(index, slice):
-            if index.start >= self._num_prompt:
-                return self._own[index.start - self._num_prompt : index.stop - self._num_prompt]
-            return [self[number] for number in range(*index.indices(len(self)))]
-        if index >= self._num_prompt:
-            return self._own[index - self._num_prompt]
-        return self._prompt[index * KEY_BYTES : (index + 1) * KEY_BYTES]
-
-    def append(self, page_tokens: bytes) -> None:
-        """Appends the key of the next page, whose tokens are `page_tokens`, int32."""
-        parent = self[len(self) - 1] if len(self) else root_key(self.namespace)
-        self._own.append(blake2b(page_tokens, digest_size=KEY_BYTES, key=parent).digest())
-
-    def num_common(self, other: PageKeys, *, start: int, stop: int) -> int:
-        """Returns how many of the first `stop` keys both have. The first `start` must be equal."""
-        low, high = start, min(stop, len(self), len(other))
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self[middle - 1] == other[middle - 1]:
-                low = middle
-            else:
-                high = middle - 1
-        return low

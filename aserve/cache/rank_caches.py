@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from aserve.cache.allocation import PageAllocation
 from aserve.cache.kv_cache import KvCache
 from aserve.cache.prefix_tree import Prefix
+from aserve.cache.stored_pages import StoredPages
 from aserve.messages.executor import EngineSpec
 
 
@@ -25,6 +26,7 @@ class RankCaches:
                 page_size=spec.page_size,
                 prefix_cache=spec.prefix_cache,
                 rank=rank,
+                tiers=spec.kv_tiers if spec.dp_size == 1 else "off",
             )
             for rank in range(spec.dp_size)
         )
@@ -38,6 +40,11 @@ class RankCaches:
     @property
     def has_windows(self) -> bool:
         return self.ranks[0].has_windows
+
+    @property
+    def stored(self) -> StoredPages:
+        """Several ranks have no tiers below their prefix caches."""
+        return self.ranks[0].stored
 
     def of(self, allocation: PageAllocation) -> KvCache:
         return self.ranks[allocation.rank]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from aserve.actors.scheduler import KvEvent
+from aserve.actors.scheduler import PeerEvent
 from aserve.actors.supervisor import Supervised
 from aserve.channel import Sink
 from aserve.config import DisaggregationOptions, Resolved
@@ -46,7 +46,7 @@ class Transfers:
 
     requests: Sink[SchedulerEvent]
     text: Sink[DetokenizerEvent]
-    kv: Sink[KvEvent] | None = None
+    kv: Sink[PeerEvent] | None = None
     actors: tuple[Supervised, ...] = ()
 
 

@@ -62,7 +62,7 @@ from aserve.gpu.step.future_map import SEQ_LEN, FutureMap
 from aserve.gpu.step.resolve import DeviceState
 from aserve.gpu.weights.format import WeightFormat, WeightRequest, dtype_name
 from aserve.gpu.weights.source import OnProgress, Target, ignore_progress
-from aserve.messages.executor import EngineSpec
+from aserve.messages.executor import EngineSpec, TierPolicy
 
 MIN_PAGES = 2  # page 0 is padding
 DEFAULT_THREADS = torch.get_num_threads()  # read before any engine lowers it
@@ -83,6 +83,7 @@ class BuildOptions:
     num_pages: int | None = None
     memory_share: float = 0.9  # share of the device memory that the engine may use in all
     prefix_cache: bool = True
+    kv_tiers: TierPolicy = "off"
     max_rows: int | None = None
     max_batched_tokens: int | None = None
     max_mixed_prefill_tokens: int | None = None
@@ -522,6 +523,7 @@ def _plan_spec(
         lead=options.lead,
         max_waiting=options.max_waiting,
         prefix_cache=options.prefix_cache and not parts.pooled.whole_prompts,
+        kv_tiers=options.kv_tiers,
         decode=parts.mode.caps,
         max_mixed_prefill_tokens=options.max_mixed_prefill_tokens,
         dtype=dtype_name(parts.model.dtype),

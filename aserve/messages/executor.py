@@ -45,6 +45,9 @@ SchedulerEffect: TypeAlias = (
 
 
 Task: TypeAlias = Literal["generate", "embed", "classify"]
+# Which pages go down to the tiers below the prefix cache: all when they enter it, or when they are
+# evicted.
+TierPolicy: TypeAlias = Literal["off", "write_through", "write_back"]
 
 
 class GroupSpec(Record, frozen=True):
@@ -100,6 +103,7 @@ class EngineSpec(Record, frozen=True):
     lead: int = 2
     max_waiting: int = 512  # sequences
     prefix_cache: bool = True
+    kv_tiers: TierPolicy = "off"
     decode: DecodeCaps = DecodeCaps()
     names_shared_pages: bool = False  # ScheduleBatch.shared_pages is set, because attention uses it
     max_mixed_prefill_tokens: int | None = None  # of a step that also decodes; None: as many as fit

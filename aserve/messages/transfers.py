@@ -1,5 +1,6 @@
-"""Messages about the KV of sequences that goes to another engine or comes from one, as when prefill
-and decode run apart; and the protocol by which a transfer reads and writes KV on the device.
+"""Messages about KV that goes to another engine or comes from one, as when prefill and decode run
+apart, or that goes to the tiers below the prefix cache and comes back; and the protocol by which
+such transfers read and write KV on the device.
 """
 
 from __future__ import annotations
@@ -61,8 +62,50 @@ class KvFailed(Message, frozen=True):
     error: ErrorInfo
 
 
-KvEffect: TypeAlias = ReceiveKv | SendKv
-KvAnswer: TypeAlias = KvReady | KvFailed
+class SaveKv(Message, frozen=True):
+    """Hands full pages of committed tokens down to the tiers. They may be read by work that the
+    device is given before the next launch: later steps may write them.
+    """
+
+    keys: bytes  # one after the other; among the pages of a sequence the last one goes first
+    pages: tuple[bytes, ...]  # int32 [pages] for each layer group
+
+
+class LoadKv(Message, frozen=True):
+    """Asks the tiers for the KV of a sequence's pages from page index `first` on. No other sequence
+    uses them before KvLoaded, even if this one ends earlier.
+    """
+
+    request_id: str
+    child: int
+    first: int
+    keys: bytes  # of these pages, one after the other
+    token_ids: bytes  # int32 [pages * page_size]
+    # int32 [pages] for each layer group, 0 for a page that no later token sees
+    pages: tuple[bytes, ...]
+
+
+class KvLoaded(Message, frozen=True):
+    """Answers LoadKv: the KV of the sequence's first `num_pages` pages is there, which may be less
+    than was asked for, and nothing writes to the pages any more.
+    """
+
+    request_id: str
+    child: int
+    num_pages: int
+
+
+class TiersChanged(Message, frozen=True):
+    """Keys of pages that the tiers have from now on, and of those that they have no longer, or did
+    not take.
+    """
+
+    added: bytes = b""
+    removed: bytes = b""
+
+
+KvEffect: TypeAlias = ReceiveKv | SendKv | SaveKv | LoadKv
+KvAnswer: TypeAlias = KvReady | KvFailed | KvLoaded | TiersChanged
 
 # Returns the bytes [num_tokens * bytes_per_token] once the device has copied them.
 HostKv: TypeAlias = Callable[[], memoryview]
@@ -76,6 +119,9 @@ class KvAccess(Protocol):
 
     geometry: str  # the same on both sides of a transfer
     bytes_per_token: int
+    # layers and bytes of a slot, for each pool in the order of `read`, which gives for each pool
+    # [layers, tokens, bytes of a slot]
+    pool_shapes: tuple[tuple[int, int], ...]
 
     def read(self, pages: tuple[bytes, ...], first: int, stop: int) -> Future[HostKv]:
         """Reads the KV of tokens first to stop - 1 of a sequence. `pages` has its pages, int32, for

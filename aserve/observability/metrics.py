@@ -30,6 +30,7 @@ from aserve.observability.reports import (
     RequestState,
     StartupStage,
     TickReport,
+    TierUsed,
 )
 from aserve.observability.request_log import RequestLog
 
@@ -54,6 +55,7 @@ class Metrics:
         self._steps = _StepMetrics(self.registry)
         self._grammars = GrammarMetrics(self.registry)
         self._transfers = TransferMetrics(self.registry)
+        self._tiers = TierMetrics(self.registry)
         self._host_s = self._device_s = 0.0  # of the ticks since the last that launched steps
 
     def received(self, request: GenerateRequest) -> GenerateRequest:
@@ -100,6 +102,8 @@ class Metrics:
                 self._grammars.on_report(report)
             case KvTransferred():
                 self._transfers.on_report(report)
+            case TierUsed():
+                self._tiers.on_report(report)
             case Beat():
                 for actor, backlog in report.backlogs:
                     self._steps.backlog.labels(actor).set(backlog)
@@ -344,3 +348,23 @@ class TransferMetrics:
     def on_report(self, report: KvTransferred) -> None:
         self._seconds.labels(report.direction, report.outcome).observe(report.seconds)
         self._bytes.labels(report.direction).inc(report.num_bytes)
+
+
+class TierMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._bytes = Counter(
+            "aserve_kv_tier_bytes",
+            "KV that went down to a tier below the prefix cache, or came up from it",
+            ["tier", "direction"],
+            registry=registry,
+        )
+        self._held = Gauge(
+            "aserve_kv_tier_held_bytes",
+            "KV that a tier below the prefix cache holds",
+            ["tier"],
+            registry=registry,
+        )
+
+    def on_report(self, report: TierUsed) -> None:
+        self._bytes.labels(report.tier, report.direction).inc(report.num_bytes)
+        self._held.labels(report.tier).set(report.held_bytes)

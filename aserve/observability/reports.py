@@ -113,6 +113,17 @@ class KvTransferred(Message, frozen=True):
     seconds: float
 
 
+class TierUsed(Message, frozen=True):
+    """Pages of KV went down to a tier below the prefix cache, or came up from it, which now holds
+    `held_bytes`.
+    """
+
+    tier: str
+    direction: str  # down or up
+    num_bytes: int
+    held_bytes: int
+
+
 class Beat(Message, frozen=True):
     """A heartbeat of the engine. `backlogs` are the numbers of messages in its actors' inboxes."""
 
@@ -149,6 +160,7 @@ EngineReport: TypeAlias = (
     TickReport
     | GrammarReport
     | KvTransferred
+    | TierUsed
     | Beat
     | StartupStage
     | EngineDown

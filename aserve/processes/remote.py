@@ -48,6 +48,7 @@ from aserve.observability.reports import (
     RequestState,
     StartupStage,
     TickReport,
+    TierUsed,
 )
 from aserve.processes.engine_process import EngineProcess
 from aserve.processes.engine_sleep import EngineSleep
@@ -190,6 +191,7 @@ class RemoteEngineCore:
                 | GrammarKnown()
                 | GrammarCompiled()
                 | KvTransferred()
+                | TierUsed()
                 | StartupStage()
                 | RequestState()
             ):

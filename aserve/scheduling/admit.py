@@ -7,21 +7,22 @@ and `SchedulerState.arrivals`.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection
 
-from aserve.cache.prefix_tree import PageKeys
 from aserve.errors import ErrorInfo, NeverFits, QueueFull
 from aserve.messages.output import Refused
 from aserve.messages.requests import AdmitRequest
-from aserve.scheduling.blocks import cached_prefix, min_query_len
-from aserve.scheduling.budget import fits_alone, has_room, most_pages
+from aserve.scheduling.blocks import min_query_len
+from aserve.scheduling.budget import fits_alone, most_pages
 from aserve.scheduling.clients import place_refusal
 from aserve.scheduling.finish import finish_at_end
-from aserve.scheduling.followers import follow, lead
+from aserve.scheduling.followers import lead
 from aserve.scheduling.forced import end_reasoning
 from aserve.scheduling.forecast import fits_ahead
 from aserve.scheduling.grammar_rows import ask_mask, has_slow_room, return_slow
-from aserve.scheduling.ranks import rank_order, sequences_by_rank
+from aserve.scheduling.loads import await_load
+from aserve.scheduling.prefixes import has_pages, open_with_room
+from aserve.scheduling.ranks import sequences_by_rank
 from aserve.scheduling.request import Phase, Sequence
 from aserve.scheduling.reserve import Reserve
 from aserve.scheduling.state import SchedulerState
@@ -107,7 +108,7 @@ def admit(
             break
         _take_row(state, sequence)
         reserve.add(sequence)
-        if not sequence.awaits_kv:
+        if sequence.phase is Phase.RUNNING:
             lines[sequence.rank].add(sequence)
             admitted.append(sequence)
         assert sequence.allocation is not None
@@ -190,62 +191,20 @@ def _end_or_ask(state: SchedulerState, sequence: Sequence) -> None:
         ask_mask(state, sequence)
 
 
-def open_with_room(
-    state: SchedulerState,
-    sequence: Sequence,
-    ranks: Iterable[int],
-    has_room: Callable[[Sequence], bool],
-) -> bool | None:
-    """Opens the prefix of the sequence on the first of the ranks, in the order in which it would
-    have them, where it then has room. Returns None if it waits for a running row instead.
-    """
-    page_size = state.spec.page_size
-    keys = sequence.page_keys(page_size) if state.spec.prefix_cache else sequence.keys
-    for rank in rank_order(state, sequence, keys, ranks):
-        if not _open_prefix(state, sequence, keys, rank=rank):
-            return None
-        if has_room(sequence):
-            return True
-        undo_open(state, sequence)
-    return False
-
-
 def _has_room(
     state: SchedulerState, sequence: Sequence, reserve: Reserve, owed: Collection[Sequence]
 ) -> bool:
-    if sequence.awaits_kv and not _has_pages(state, sequence):
+    if sequence.awaits_kv and not has_pages(state, sequence, sequence.tokens.num):
         return False
     return not state.rows.num_taken_of(sequence.rank) or (
         reserve.has_room_beside(sequence) and (sequence in owed or fits_ahead(state, sequence))
     )
 
 
-def _open_prefix(state: SchedulerState, sequence: Sequence, keys: PageKeys, *, rank: int) -> bool:
-    """Locks the cached prefix, unless a running row is about to commit the page behind it. KV is
-    awaited only if a page of it or more is missing.
-    """
-    page_size = state.spec.page_size
-    prefix, most = cached_prefix(state, sequence, keys, rank=rank)
-    if follow(state, sequence, num_cached=prefix.num_pages, most=most):
-        return False
-    sequence.restart(prefix.num_pages * page_size)
-    sequence.awaits_kv &= sequence.remaining > page_size
-    # The transfer may leave the last token to be computed here.
-    skipped_len = sequence.tokens.num - 1 if sequence.awaits_kv else 0
-    sequence.allocation = state.cache.ranks[rank].open(prefix, skipped_len=skipped_len)
-    return True
-
-
-def undo_open(state: SchedulerState, sequence: Sequence) -> None:
-    assert sequence.allocation is not None
-    state.cache.of(sequence.allocation).close(sequence.allocation, sequence.keys, num_pages=0)
-    sequence.allocation = None
-    sequence.restart(0)
-
-
 def _take_row(state: SchedulerState, sequence: Sequence) -> None:
     """NOTE: the caller has taken the sequence out of the queue."""
-    sequence.move(Phase.AWAITING_KV if sequence.awaits_kv else Phase.RUNNING)
+    is_awaiting = sequence.awaits_kv or sequence.num_stored > 0
+    sequence.move(Phase.AWAITING_KV if is_awaiting else Phase.RUNNING)
     if sequence.cached_len < 0:
         sequence.cached_len = min(sequence.committed_len, sequence.prompt_len)
         sequence.unpaid = sequence.tokens.num - sequence.committed_len
@@ -260,13 +219,5 @@ def _take_row(state: SchedulerState, sequence: Sequence) -> None:
     lead(state, sequence)
     if sequence.mask is not None:
         state.masked[sequence.row] = sequence
-    if sequence.awaits_kv:
-        await_kv(state, sequence)
-
-
-def _has_pages(state: SchedulerState, sequence: Sequence) -> bool:
-    """Returns whether all pages of its tokens are there now."""
-    assert sequence.allocation is not None
-    allocation, num_pages = sequence.allocation, state.num_pages(sequence.tokens.num)
-    missing = state.cache.of(allocation).missing(allocation, num_pages)
-    return has_room(state, state.cache.in_pools(allocation.rank, missing))
+    if is_awaiting:
+        (await_kv if sequence.awaits_kv else await_load)(state, sequence)

@@ -23,7 +23,7 @@ def advance_rows(state: SchedulerState, step: Step, indices: Column, *, advance:
         _send_kv(state, [step.sequences[index] for index in indices.tolist()])
     has_new_pages = table.committed_len[rows] // page_size > num_before  # at most
     for place in has_new_pages.nonzero()[0].tolist():
-        _commit_pages(state, step.sequences[int(indices[place])])
+        commit_pages(state, step.sequences[int(indices[place])])
     if state.cache.has_windows:
         for index in indices.tolist():
             sequence = step.sequences[index]
@@ -32,7 +32,7 @@ def advance_rows(state: SchedulerState, step: Step, indices: Column, *, advance:
             cache.release_behind(sequence.allocation, sequence.committed_len)
 
 
-def _commit_pages(state: SchedulerState, sequence: Sequence) -> None:
+def commit_pages(state: SchedulerState, sequence: Sequence) -> None:
     """Enters the whole pages of a sequence into the prefix tree, and wakes who waited for them."""
     assert sequence.allocation is not None
     page_size = state.spec.page_size

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from aserve.cache.prefix_tree import PageKeys, Prefix
+from aserve.cache.page_keys import PageKeys
+from aserve.cache.prefix_tree import Prefix
 from aserve.messages.executor import DecodeCaps, EngineSpec
 from aserve.scheduling.request import Sequence
 from aserve.scheduling.rows import Column
@@ -51,15 +52,15 @@ def cached_prefix(
     that it might have had.
     """
     cache = state.cache.ranks[rank]
-    most = _whole_pages(min(sequence.max_cached_len // state.spec.page_size, len(keys)), state.spec)
+    most = whole_pages(min(sequence.max_cached_len // state.spec.page_size, len(keys)), state.spec)
     prefix = cache.match(keys, most=most)
-    num_pages = _whole_pages(prefix.num_pages, state.spec)
+    num_pages = whole_pages(prefix.num_pages, state.spec)
     if num_pages < prefix.num_pages:
         prefix = cache.match(keys, most=num_pages)
     return prefix, most
 
 
-def _whole_pages(num_pages: int, spec: EngineSpec) -> int:
+def whole_pages(num_pages: int, spec: EngineSpec) -> int:
     """Returns the most of these pages that end with a block. One of page size and block length
     divides the other.
     """

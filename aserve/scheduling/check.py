@@ -102,7 +102,8 @@ def _flights(state: SchedulerState) -> defaultdict[Sequence, list[tuple[Step, in
         if sequence.first_iteration <= step.iteration:
             found[sequence].append((step, index))
     for transfer in [*state.unsent, *state.transfers.values()]:
-        found[transfer.sequence].append((transfer.step, 0))
+        if transfer.step is not None:
+            found[transfer.sequence].append((transfer.step, 0))
     return found
 
 

@@ -59,6 +59,10 @@ class Client:
         self.pending -= PROMPT_WEIGHT * num_tokens
         self.served += PROMPT_WEIGHT * num_tokens
 
+    def excuse_prompt(self, num_tokens: int) -> None:
+        """Takes back prompt tokens that need not be computed after all."""
+        self.pending -= PROMPT_WEIGHT * num_tokens
+
     def serve_outputs(self, num_tokens: int) -> None:
         self.served += OUTPUT_WEIGHT * num_tokens
 

@@ -26,11 +26,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from aserve.scheduling.admit import open_with_room, undo_open
 from aserve.scheduling.budget import has_ample_room
 from aserve.scheduling.clients import Client
 from aserve.scheduling.finish import retract, retraction_order
 from aserve.scheduling.grammar_rows import has_slow_room
+from aserve.scheduling.prefixes import open_with_room, undo_open
 from aserve.scheduling.request import Sequence
 from aserve.scheduling.reserve import Reserve
 from aserve.scheduling.state import SchedulerState

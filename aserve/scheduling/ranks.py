@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from aserve.cache.prefix_tree import PageKeys
+from aserve.cache.page_keys import PageKeys
 from aserve.scheduling.blocks import cached_prefix
 from aserve.scheduling.flights import Step
 from aserve.scheduling.request import Sequence

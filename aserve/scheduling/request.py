@@ -10,7 +10,7 @@ from array import array
 from enum import Enum
 
 from aserve.cache.allocation import PageAllocation
-from aserve.cache.prefix_tree import PageKeys
+from aserve.cache.page_keys import PageKeys
 from aserve.errors import BugError
 from aserve.messages.base import array_i32
 from aserve.messages.executor import DecodeCaps
@@ -75,9 +75,11 @@ class Sequence:
         "max_len",
         "max_step_tokens",
         "max_tokens",
+        "may_load",
         "next_key",
         "num_retracted_for",
         "num_scored",
+        "num_stored",
         "phase",
         "pictures",
         "prediction_ids",
@@ -117,7 +119,6 @@ class Sequence:
         self.set_max_tokens(request.sampling.max_tokens, caps)
         self.tokens = TokenLog(prompt_ids, outputs)
         self.is_causal = request.is_causal
-        self.prediction_ids = request.prediction_ids
         self.max_step_tokens = caps.most_tokens(is_predicted=bool(request.prediction_ids))
         self.key_lookahead, self.block_len = caps.key_lookahead, caps.block_len
         has_keys = request.is_causal and not caps.key_lookahead and caps.block_len == 1
@@ -139,10 +140,13 @@ class Sequence:
         self.mask = MaskState() if request.sampling.grammar and self.max_tokens else None
         tags = request.reasoning
         self.reasoning = None if tags is None or not self.max_tokens else Reasoning(tags)
-        self.embeds, self.lora_slot = request.embeds, request.lora_slot
-        self.pictures = request.pictures
+        self.embeds, self.pictures = request.embeds, request.pictures
+        self.lora_slot, self.prediction_ids = request.lora_slot, request.prediction_ids
         # `awaits_kv` holds until the KV is there
         self.awaits_kv, self.sends_kv = request.awaits_kv, request.sends_kv
+        # Pages up to which the tiers below the prefix cache had its KV when it was last looked at;
+        # it asks them until they fail to bring what they said that they have.
+        self.num_stored, self.may_load = 0, True
         # prompt tokens whose logprobs were handed out or are not wanted, token 0 being one of them
         self.num_scored = 1 if _wants_scores(request, child) else self.prompt_len
 

@@ -53,7 +53,7 @@ from aserve.messages.results import (
     StepResult,
     StepTimes,
 )
-from aserve.messages.transfers import KvFailed, KvReady
+from aserve.messages.transfers import KvFailed, KvLoaded, KvReady, TiersChanged
 from aserve.scheduling.admit import consider, receive
 from aserve.scheduling.amend import amend
 from aserve.scheduling.batch import launch
@@ -61,6 +61,7 @@ from aserve.scheduling.check import check
 from aserve.scheduling.commit import commit_samples, commit_step
 from aserve.scheduling.finish import cancel, fail, finish_ended
 from aserve.scheduling.grammar_rows import give_samples, receive_mask, waits_for_masks
+from aserve.scheduling.loads import change_tiers, end_load, save_pages
 from aserve.scheduling.recover import fail_step
 from aserve.scheduling.select import select
 from aserve.scheduling.state import SchedulerState
@@ -100,6 +101,7 @@ class Scheduler:
         state.looks_left = max_looks(state, num_finished=num_finished)
         while self._launch_next():
             give_samples(state)
+        save_pages(state)
         begin_transfers(state)
         if self._debug_checks:
             check(state)
@@ -123,6 +125,10 @@ class Scheduler:
                 receive_mask(self.state, event)
             case KvReady() | KvFailed():
                 end_transfer(self.state, event)
+            case KvLoaded():
+                end_load(self.state, event)
+            case TiersChanged():
+                change_tiers(self.state, event)
             case FailRequest():
                 fail(self.state, event)
             case ChangeSettings():
@@ -142,6 +148,7 @@ class Scheduler:
         if waits_for_masks(state):
             return False
         chosen, admitted = select(state)
+        save_pages(state)
         if not len(chosen.rows):
             return False
         launch(state, chosen.rows, chosen.query_lens, admitted=admitted)

@@ -26,11 +26,11 @@ from aserve.scheduling.rows import Column, RowTable
 
 class Transfer(msgspec.Struct, gc=False):
     """The KV of a sequence on its way to these pages, which steps up to `after` may still write.
-    `step` has its flight.
+    `step` has its flight; what the tiers below the prefix cache bring is none.
     """
 
     sequence: Sequence
-    step: Step
+    step: Step | None
     allocation: PageAllocation
     after: int  # iteration
 
@@ -105,8 +105,9 @@ class SchedulerState:
         self.next_iteration = 1  # batch
         self.landed = 0  # all steps up to this one are back: commit, recover
         self.has_senders = False  # some request wanted SendKv
-        self.unsent: list[Transfer] = []  # in the order of `after`: transfers
-        self.transfers: dict[ChildKey, Transfer] = {}  # that have begun: transfers
+        self.unsent: list[Transfer] = []  # in the order of `after`: transfers, loads
+        # that have begun: transfers, loads
+        self.transfers: dict[ChildKey, Transfer] = {}
         self.arrivals = 0  # admit
         self.num_retracted = 0  # finish
         # how far ahead pages are kept free, in steps until it is forgotten: forecast

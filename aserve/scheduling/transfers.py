@@ -31,6 +31,7 @@ from aserve.messages.transfers import KvFailed, KvReady, ReceiveKv
 from aserve.scheduling.commit import commit_tokens
 from aserve.scheduling.finish import step_back
 from aserve.scheduling.flights import drop_flights, plan_step, send
+from aserve.scheduling.loads import load_effect
 from aserve.scheduling.request import Phase, Sequence
 from aserve.scheduling.state import SchedulerState, Transfer
 
@@ -66,21 +67,26 @@ def begin_transfers(state: SchedulerState) -> None:
         state.cache.of(transfer.allocation).hold(transfer.allocation)
         state.transfers[sequence.request_id, sequence.child] = transfer
         state.effects.append(
-            ReceiveKv(
-                request_id=sequence.request_id,
-                child=sequence.child,
-                first=sequence.committed_len,
-                num_tokens=sequence.tokens.num,
-                token_ids=sequence.tokens.packed(0, sequence.tokens.num),
-                namespace=sequence.keys.namespace,
-                pages=transfer.allocation.packed(),
-            )
+            load_effect(state, transfer) if transfer.step is None else _receive_effect(transfer)
         )
+
+
+def _receive_effect(transfer: Transfer) -> ReceiveKv:
+    sequence = transfer.sequence
+    return ReceiveKv(
+        request_id=sequence.request_id,
+        child=sequence.child,
+        first=sequence.committed_len,
+        num_tokens=sequence.tokens.num,
+        token_ids=sequence.tokens.packed(0, sequence.tokens.num),
+        namespace=sequence.keys.namespace,
+        pages=transfer.allocation.packed(),
+    )
 
 
 def end_transfer(state: SchedulerState, event: KvReady | KvFailed) -> None:
     transfer = state.transfers.pop((event.request_id, event.child), None)
-    if transfer is None:
+    if transfer is None or transfer.step is None:
         return
     state.cache.of(transfer.allocation).release(transfer.allocation)
     sequence = transfer.sequence

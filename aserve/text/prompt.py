@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from aserve.cache.prefix_tree import prompt_keys
+from aserve.cache.page_keys import prompt_keys
 from aserve.errors import ContextTooLong, InvalidRequest
 from aserve.messages.base import Record, pack_i32
 from aserve.messages.requests import (

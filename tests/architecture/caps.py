@@ -31,7 +31,7 @@ CORE = (
     *(f"aserve/scheduling/{name}.py" for name in ("queue", "recover", "request", "tick")),
     *(f"aserve/scheduling/{name}.py" for name in ("scheduler", "select", "state")),
     *(f"aserve/cache/{name}.py" for name in ("allocation", "kv_cache", "pools")),
-    "aserve/cache/prefix_tree.py",
+    *("aserve/cache/page_keys.py", "aserve/cache/prefix_tree.py"),
     *(f"aserve/text/{name}.py" for name in ("detokenize", "output", "prompt", "stop")),
     *(f"aserve/text/{name}.py" for name in ("template", "tokenizer")),
     *(f"aserve/gpu/{name}.py" for name in ("executor", "runner", "step_threads", "waiter")),

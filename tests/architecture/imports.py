@@ -84,6 +84,13 @@ REACH = {
     ),
     "aserve.options": Reach(aserve=(*FIRST, "aserve.gpu.spec.registry"), packages=PLAIN),
     "aserve.disagg": Reach(aserve=(*FIRST, "aserve.actors", "aserve.host"), packages=PLAIN),
+    "aserve.tiers": Reach(
+        aserve=(
+            *(*FIRST, "aserve.actors", "aserve.cache.page_keys", "aserve.disagg.connect"),
+            "aserve.host",
+        ),
+        packages=PLAIN,
+    ),
     "aserve.measure_steps": Reach(
         aserve=(*FIRST, "aserve.progress", "aserve.scheduling"), packages=PLAIN
     ),
@@ -109,7 +116,7 @@ REACH = {
     ),
     "aserve.text": Reach(
         aserve=(
-            *(*FIRST, "aserve.cache.prefix_tree", "aserve.parsers.registry"),
+            *(*FIRST, "aserve.cache.page_keys", "aserve.parsers.registry"),
             "aserve.pictures",
         ),
         packages=(*PLAIN, "tokenizers", "transformers", "jinja2"),

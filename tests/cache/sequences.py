@@ -8,7 +8,7 @@ import numpy as np
 
 from aserve.cache.allocation import PageAllocation
 from aserve.cache.kv_cache import KvCache
-from aserve.cache.prefix_tree import extend_keys, root_key
+from aserve.cache.page_keys import extend_keys, root_key
 from aserve.messages.executor import GroupSpec
 
 PAGE_SIZE = 4

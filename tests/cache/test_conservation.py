@@ -9,6 +9,7 @@ from aserve.cache.allocation import PageAllocation
 from aserve.cache.conservation import check_conservation
 from aserve.cache.pools import PagePool
 from aserve.cache.prefix_tree import Prefix, PrefixTree, Run
+from aserve.cache.stored_pages import StoredPages
 from aserve.errors import BugError
 
 
@@ -19,7 +20,7 @@ class Parts:
 
     def __init__(self) -> None:
         self.pools = (PagePool("full", 7), PagePool("window", 7))
-        self.tree = PrefixTree(7, windowed_groups=(1,))
+        self.tree = PrefixTree(7, windowed_groups=(1,), stored=StoredPages("off", num_groups=2))
         self.allocation = PageAllocation(2)
         for pool, pages in zip(self.pools, self.allocation.pages, strict=True):
             pages.extend(pool.take(3))

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from aserve.cache.eviction import EvictionOrder
-from aserve.cache.prefix_tree import Prefix, PrefixTree, extend_keys, root_key
+from aserve.cache.page_keys import extend_keys, root_key
+from aserve.cache.prefix_tree import Prefix, PrefixTree
+from aserve.cache.stored_pages import StoredPages
 from aserve.errors import BugError
 from aserve.messages.base import ArrayI32
 
@@ -32,7 +34,7 @@ def keys(letters: str) -> list[bytes]:
 
 
 def test_mistakes_in_locking_and_inserting_raise() -> None:
-    tree = PrefixTree(32, windowed_groups=(1,))
+    tree = PrefixTree(32, windowed_groups=(1,), stored=StoredPages("off", num_groups=2))
     prefix = insert(tree, EMPTY, "ab", first=1)
     with pytest.raises(BugError, match="there already"):
         insert(tree, tree.cut(prefix, 1), "b", first=8)
@@ -51,7 +53,7 @@ def test_mistakes_in_locking_and_inserting_raise() -> None:
 
 @pytest.mark.parametrize("num_pages", [10, 10_000])
 def test_work_on_a_prefix_does_not_grow_with_its_length(num_pages: int) -> None:
-    tree = PrefixTree(num_pages + 1)
+    tree = PrefixTree(num_pages + 1, stored=StoredPages("off", num_groups=1))
     names = CountedKeys([number.to_bytes(4, "big") for number in range(num_pages)])
     prefix = tree.insert(EMPTY, names, pages=[array("i", range(1, num_pages + 1))])
     tree.unlock(prefix)

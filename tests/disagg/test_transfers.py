@@ -46,6 +46,7 @@ class ToyAccess:
 
     geometry: str = "toy"
     bytes_per_token: int = SIZE
+    pool_shapes: tuple[tuple[int, int], ...] = ((1, SIZE),)
     prompt: list[int] = field(default_factory=lambda: PROMPT)
     tokens: dict[int, int] = field(default_factory=dict)
     num_reads: int = 0

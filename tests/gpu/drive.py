@@ -33,11 +33,16 @@ from aserve.messages.output import Refused, Retired, SequenceOutput, StepOutput
 from aserve.messages.requests import AdmitRequest, Cancel, ReasoningIds, SamplingParams
 from aserve.messages.results import BuildMask, MaskReady, PromptLogprobs, StepResult, StepTimes
 from aserve.messages.step import Launch, Resync, Sample, ScheduleBatch
-from aserve.messages.transfers import ReceiveKv, SendKv
+from aserve.messages.transfers import LoadKv, ReceiveKv, SaveKv, SendKv
+from aserve.observability.reports import TierUsed
 from aserve.scheduling.scheduler import Scheduler
+from aserve.tiers.actor import KvTiers
+from aserve.tiers.host_pages import HostPages
+from aserve.tiers.page_layout import PageLayout
 from tests.engine_device import engine_device
 from tests.fakes.toy_device import ToyMatchers
 
+EVICT_RATE = 0.3  # turns in which the pool is under pressure, where pages go down to tiers
 Key = tuple[str, int]  # request id, child
 FillMask = Callable[[BuildMask], MaskReady]
 
@@ -56,6 +61,7 @@ class Served:
     num_resyncs: int = 0
     num_retracted: int = 0
     num_cached: int = 0  # prompt tokens that the prefix cache had
+    moves: list[TierUsed] = field(default_factory=list)
 
 
 def make_executor(
@@ -122,10 +128,12 @@ def serve(
     first_iteration: int = 1,
     measures: bool = False,
     launches_ahead: bool = False,
+    tier_pages: int = 0,
 ) -> Served:
     """Runs all requests to their ends, then closes the executor. Grammars are toys, or `fill`'s.
     Raises what a device thread has died of. `measures`: as an engine does at its start.
     `launches_ahead`: results are awaited when the scheduler launches nothing more without them.
+    `tier_pages`: of host memory below the prefix cache, which then forgets now and then.
     """
 
     async def run() -> Served:
@@ -135,6 +143,7 @@ def serve(
             drive = _Drive(executor, [*times, *requests], random.Random(chaos))
             drive.fill = fill or drive.fill
             drive.launches_ahead = launches_ahead
+            drive.tiers = open_tiers(executor, drive, tier_pages) if tier_pages else None
             drive.scheduler.state.next_iteration = first_iteration
             task = asyncio.ensure_future(drive.run())
             await asyncio.wait((task, executor.died), return_when=asyncio.FIRST_COMPLETED)
@@ -146,6 +155,16 @@ def serve(
             executor.close()
 
     return asyncio.run(run())
+
+
+def open_tiers(executor: LocalExecutor, drive: _Drive, max_pages: int) -> KvTiers:
+    assert isinstance(executor, TorchExecutor)
+    access = executor.kv_access()
+    layout = PageLayout(access.pool_shapes, page_size=executor.spec.page_size)
+    host = HostPages(max_pages, page_bytes=layout.page_bytes)
+    tiers = KvTiers(access, layout, host, events=drive, report=drive.served.moves.append)
+    tiers.start(lambda name, error: drive.died.append(error))
+    return tiers
 
 
 async def serve_between(
@@ -174,17 +193,30 @@ class _Drive:
         self.tickets: deque[Ticket] = deque()
         self.served = Served()
         self.launches_ahead = self.has_launched = False
+        self.tiers: KvTiers | None = None
+        self.died: list[BaseException] = []
+        self.brought: asyncio.Queue[SchedulerEvent] = asyncio.Queue()  # what the tiers say
+
+    def send(self, message: SchedulerEvent) -> None:
+        self.brought.put_nowait(message)
 
     async def run(self) -> Served:
         while self.arrivals or self.asks or self.tickets or not self.scheduler.is_idle:
             num_events = 1 if self.launches_ahead else self.chaos.randint(1, 3)
+            if self.tiers is not None and self.chaos.random() < EVICT_RATE:
+                self.scheduler.state.cache.evict_all()
             events = [await self._next_event() for _ in range(num_events)]
+            if self.scheduler.state.transfers and not any(events):
+                events = [await self.brought.get()]
             effects = self.scheduler.step([event for event in events if event is not None])
             self.has_launched = any(isinstance(effect, Launch) for effect in effects)
             for effect in effects:
                 self._perform(effect)
         self.served.num_retracted = self.scheduler.state.num_retracted
         self._check_nothing_is_kept()
+        if self.tiers is not None:
+            await self.tiers.stop()
+        assert not self.died
         return self.served
 
     def _check_nothing_is_kept(self) -> None:
@@ -200,6 +232,8 @@ class _Drive:
         sources = [queue for queue in (self.arrivals, self.asks, self.tickets) if queue]
         if self.launches_ahead and self.has_launched:
             sources = [queue for queue in sources if queue is not self.tickets]
+        if not self.brought.empty() and self.chaos.random() < 0.5:
+            return self.brought.get_nowait()
         if not sources:
             return None
         source = self.chaos.choice(sources)
@@ -225,8 +259,10 @@ class _Drive:
                 self.executor.resync(effect)
             case BuildMask():
                 self.asks.append(effect)
-            case ReceiveKv() | SendKv():
-                raise AssertionError(f"{effect.request_id} has no other engine")
+            case SaveKv() | LoadKv() if self.tiers is not None:
+                self.tiers.send(effect)
+            case ReceiveKv() | SendKv() | SaveKv() | LoadKv():
+                raise AssertionError(f"nobody transfers KV here: {effect}")
             case StepOutput():
                 for output in effect.sequences:
                     self._note(output)

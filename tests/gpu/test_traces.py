@@ -229,10 +229,10 @@ def test_any_trace_gives_the_tokens_of_the_plain_engine(trace: Trace) -> None:
     assert_plain(trace, serve_trace(executor, trace))
 
 
-def serve_trace(executor: LocalExecutor, trace: Trace) -> Served:
+def serve_trace(executor: LocalExecutor, trace: Trace, *, tier_pages: int = 0) -> Served:
     matchers = ToyMatchers(executor.spec.vocab_size)
     fill = functools.partial(trace.fill, matchers=matchers)
-    return serve(executor, trace.requests, chaos=trace.chaos, fill=fill)
+    return serve(executor, trace.requests, chaos=trace.chaos, fill=fill, tier_pages=tier_pages)
 
 
 def assert_plain(trace: Trace, served: Served) -> None:

@@ -151,6 +151,33 @@ def traces(draw: st.DrawFn) -> Trace:
     )
 
 
+@st.composite
+def tier_traces(draw: st.DrawFn) -> Trace:
+    """Prompts that begin alike come one after the other, and the prefix cache forgets them."""
+    trace = draw(traces())
+    spec = msgspec.structs.replace(
+        trace.spec,
+        prefix_cache=True,
+        kv_tiers=draw(st.sampled_from(["write_through", "write_back"])),
+    )
+    requests = [
+        msgspec.structs.replace(
+            each,
+            prompt_ids=pack_i32(BASES[0][: draw(st.integers(4, 22))]),
+            awaits_kv=draw(st.sampled_from([False] * 5 + [each.awaits_kv])),
+            is_causal=True,
+        )
+        for each in trace.requests
+    ]
+    return msgspec.structs.replace(
+        trace,
+        spec=spec,
+        requests=tuple(requests),
+        max_stored=draw(st.sampled_from([3, 100])),
+        lone_rate=draw(st.sampled_from([0.3, 1.0])),
+    )
+
+
 def times_of(caps: DecodeCaps) -> st.SearchStrategy[StepTimes | None]:
     """Drafts pay always, if half of them are accepted, or hardly ever."""
     most = caps.max_tokens_per_step - caps.root_len
@@ -169,6 +196,12 @@ SETTINGS = settings(phases=PHASES, deadline=None, suppress_health_check=list(Hea
 @given(traces())
 def test_any_trace_gives_the_tokens_of_the_plain_engine(trace: Trace) -> None:
     """The same traces in every run."""
+    run_and_save(trace)
+
+
+@settings(SETTINGS, max_examples=NUM_TRACES // 4, derandomize=True, database=None)
+@given(tier_traces())
+def test_tiers_below_the_prefix_cache_change_no_token(trace: Trace) -> None:
     run_and_save(trace)
 
 

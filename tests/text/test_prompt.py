@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from aserve.cache.prefix_tree import extend_keys, root_key
+from aserve.cache.page_keys import extend_keys, root_key
 from aserve.errors import AserveError, ContextTooLong, InvalidRequest
 from aserve.messages.base import array_i32
 from aserve.messages.requests import (

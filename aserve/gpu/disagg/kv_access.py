@@ -27,9 +27,17 @@ T = TypeVar("T")
 
 
 class TorchKvAccess:
-    """Implements disagg.access.KvAccess. `submit` takes a job for the executor's thread."""
+    """Implements messages.transfers.KvAccess. `submit` takes a job for the executor's thread."""
 
-    __slots__ = ("_device", "_groups", "_pools", "_submit", "bytes_per_token", "geometry")
+    __slots__ = (
+        "_device",
+        "_groups",
+        "_pools",
+        "_submit",
+        "bytes_per_token",
+        "geometry",
+        "pool_shapes",
+    )
 
     def __init__(
         self,
@@ -39,7 +47,10 @@ class TorchKvAccess:
     ) -> None:
         pools, draft_pools = state.pools, state.draft_pools
         if type(pools) is not KvPools:
-            raise ConfigError("--disaggregation-mode needs KV in device memory; turn HiSparse off")
+            raise ConfigError(
+                "KV in host memory cannot be transferred: leave out --enable-hisparse, or "
+                "--disaggregation-mode and --enable-hierarchical-cache"
+            )
         self._pools = (pools,) if draft_pools is None else (pools, draft_pools)
         self._device = device
         self._submit = submit
@@ -48,6 +59,7 @@ class TorchKvAccess:
             [(len(pool), pool.shape[2] * pool.itemsize) for pool in group] for group in self._groups
         ]
         self.bytes_per_token = sum(num * size for group in shapes for num, size in group)
+        self.pool_shapes = tuple(shape for group in shapes for shape in group)
         self.geometry = f"{[str(each.dtype) for each in self._pools]} {shapes}"
 
     def read(self, pages: tuple[bytes, ...], first: int, stop: int) -> Future[HostKv]:

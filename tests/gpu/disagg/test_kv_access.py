@@ -126,5 +126,5 @@ def test_kv_in_host_memory_is_not_transferred() -> None:
     tables = make_tables()
     pools = object.__new__(OtherPools)
     state = DeviceState(pools, tables.tables, tables.relay)
-    with pytest.raises(ConfigError, match="HiSparse"):
+    with pytest.raises(ConfigError, match="--enable-hisparse"):
         TorchKvAccess(state, CpuDevice("cpu"), lambda _: None)
