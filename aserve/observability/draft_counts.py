@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import zip_longest
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
@@ -20,13 +21,21 @@ class DraftCounts(Record, frozen=True):
     accepted more than `i` drafts.
     """
 
-    num_windows: int
-    num_drafts: int
-    by_position: tuple[int, ...]
+    num_windows: int = 0
+    num_drafts: int = 0
+    by_position: tuple[int, ...] = ()
 
     @property
     def num_accepted(self) -> int:
         return sum(self.by_position)
+
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        both = zip_longest(self.by_position, other.by_position, fillvalue=0)
+        return DraftCounts(
+            self.num_windows + other.num_windows,
+            self.num_drafts + other.num_drafts,
+            tuple(map(sum, both)),
+        )
 
 
 def count_drafts(effects: Iterable[SchedulerEffect]) -> DraftCounts | None:
@@ -56,8 +65,7 @@ class DraftMetrics(Collector):
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._num_windows = 0
-        self._by_position: list[int] = []
+        self._total = DraftCounts()
         self._windows = Counter(
             "aserve_draft_windows", "Decodes that verified drafts", registry=registry
         )
@@ -71,21 +79,19 @@ class DraftMetrics(Collector):
         registry.register(self)
 
     def on_counts(self, counts: DraftCounts) -> None:
-        self._num_windows += counts.num_windows
+        self._total += counts
         self._windows.inc(counts.num_windows)
         self._drafts.inc(counts.num_drafts)
-        self._by_position += [0] * (len(counts.by_position) - len(self._by_position))
         for place, accepted in enumerate(counts.by_position):
-            self._by_position[place] += accepted
             self._accepted.labels(place).inc(accepted)
 
     def collect(self) -> Iterator[Metric]:
-        total = self._num_windows
-        longer = dict(enumerate(self._by_position))  # windows that accepted more than so many
+        total = self._total.num_windows
+        longer = dict(enumerate(self._total.by_position))  # windows that accepted more than so many
         buckets = [(str(float(most)), total - longer.get(most, 0)) for most in LENGTHS]
         yield HistogramMetricFamily(
             "aserve_draft_window_accepted_tokens",
             "Drafts that a decode with drafts accepted",
             buckets=[*buckets, ("+Inf", total)],
-            sum_value=sum(self._by_position),
+            sum_value=self._total.num_accepted,
         )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from aserve.messages.base import num_values
 from aserve.messages.results import SampleResult, StepFailed, StepResult
 from aserve.messages.step import Launch, ScheduleBatch
-from aserve.observability.draft_counts import count_drafts
+from aserve.observability.draft_counts import DraftCounts, count_drafts
 from aserve.observability.reports import SchedulerTick
 
 logger = logging.getLogger(__name__)
@@ -24,6 +24,8 @@ LINE = (
     "step iteration=%d prefill_rows=%d prefill_tokens=%d decode_rows=%d running=%d waiting=%d "
     "cached_tokens=%d retracted=%d pages=%d/%d step_ms=%.1f tok_s=%.0f%s%s"
 )
+
+MAX_RATES = 8  # in accept_rates
 
 
 @dataclass(slots=True)
@@ -39,7 +41,8 @@ class StepLog:
     """Logs lines in launch order. With `interval_s` 0 every step has a line.
 
     tok_s is the number of tokens sampled since the last line, divided by the time in which steps
-    were in flight, so idle time does not count. With speculative decoding a line has accept_len.
+    were in flight, so idle time does not count. With speculative decoding a line has accept_len,
+    and accept_rates: the part of the windows that accepted their first draft, their second, ...
     """
 
     def __init__(
@@ -52,13 +55,12 @@ class StepLog:
         self._num_sampled = 0
         self._busy_s = 0.0
         self._busy_since_s = 0.0
-        self._num_windows = self._num_accepted = 0  # with drafts, since the last line
+        self._drafts = DraftCounts()  # since the last line
 
     def on_tick(self, tick: SchedulerTick) -> None:
         now = self._clock()
         if (drafts := count_drafts(tick.effects)) is not None:
-            self._num_windows += drafts.num_windows
-            self._num_accepted += drafts.num_accepted
+            self._drafts += drafts
         for event in tick.events:
             match event:
                 case StepResult():
@@ -111,17 +113,21 @@ class StepLog:
             stats.total_pages,
             step.took_s * 1000,
             self._num_sampled / busy_s if busy_s > 0 else 0.0,
-            self._accept_len(),
+            _acceptance(self._drafts),
             f" failed={step.failure!r}" if step.failure else "",
         )
         self._next_line_at_s = now + self._interval_s
         self._num_sampled = 0
         self._busy_s = 0.0
         self._busy_since_s = now
-        self._num_windows = self._num_accepted = 0
+        self._drafts = DraftCounts()
 
-    def _accept_len(self) -> str:
-        """The tokens that a window with drafts gave on average, its own sample included."""
-        if not self._num_windows:
-            return ""
-        return f" accept_len={1 + self._num_accepted / self._num_windows:.2f}"
+
+def _acceptance(drafts: DraftCounts) -> str:
+    """The length counts the window's own sample, too."""
+    if not drafts.num_windows:
+        return ""
+    accept_len = 1 + drafts.num_accepted / drafts.num_windows
+    shown = drafts.by_position[:MAX_RATES] or (0,)
+    rates = ",".join([f"{accepted / drafts.num_windows:.2f}" for accepted in shown])
+    return f" accept_len={accept_len:.2f} accept_rates={rates}"

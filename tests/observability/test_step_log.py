@@ -110,16 +110,24 @@ def test_idle_time_does_not_lower_the_rate(caplog: pytest.LogCaptureFixture) -> 
     assert ["tok_s=10" in line for line in caplog.messages] == [True, True]
 
 
-def test_a_line_has_the_mean_length_of_what_windows_with_drafts_gave(
+def test_a_line_has_what_windows_with_drafts_gave_since_the_last_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    log = StepLog(interval_s=0, clock=ManualClock())
-    for iteration, (drafts, tokens) in enumerate([(4, 5), (0, 1), (4, 2)], start=1):
+    clock = ManualClock()
+    log = StepLog(interval_s=1, clock=clock)
+    windows = [(4, 5), (0, 1), (4, 2), (2, 3), (4, 1), (4, 2), (3, 1)]
+    for iteration, (drafts, tokens) in enumerate(windows, start=1):
         output = SequenceOutput("r", 0, 0, pack_i32([7] * tokens), 0, num_drafts=drafts)
         log.on_tick(tick(effects=[launch(iteration)]))
+        clock.now_s += iteration in (1, 2, 6, 7)
         log.on_tick(tick(events=[result(iteration)], effects=[StepOutput(iteration, (output,))]))
-    found = [re.findall(r"accept_len=([\d.]+)", line) for line in caplog.messages]
-    assert found == [["5.00"], [], ["2.00"]]
+    found = [re.findall(r"accept_len=(\S+) accept_rates=(\S+)", line) for line in caplog.messages]
+    assert found == [
+        [("5.00", "1.00,1.00,1.00,1.00")],
+        [],
+        [("2.00", "0.75,0.25")],
+        [("1.00", "0.00")],
+    ]
 
 
 def test_a_failed_step_always_has_its_line(caplog: pytest.LogCaptureFixture) -> None:
