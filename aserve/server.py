@@ -172,7 +172,7 @@ def connect_tracing(frontend: Frontend) -> Tracing | None:
 
 def announce(resolved: Resolved, launched: Launched, address: str) -> None:
     spec, options = launched.spec, resolved.scheduler
-    pages = spec.groups[0].num_pages - 1
+    pages = spec.total_pages
     console = Console(soft_wrap=True)
     console.print(
         f"aserve: {resolved.model_name} at {address}, {launched.about}, "

@@ -115,6 +115,11 @@ class EngineSpec(Record, frozen=True):
     # the pages and the tokens of a step are those of one.
     dp_size: int = 1
 
+    @property
+    def total_pages(self) -> int:
+        """The pages of the first layer group that sequences of all ranks can have."""
+        return self.dp_size * (self.groups[0].num_pages - 1)
+
     def changed(self, change: ChangeSettings, *, least_tokens: int = 1) -> EngineSpec:
         return msgspec.structs.replace(
             self,

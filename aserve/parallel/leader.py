@@ -113,7 +113,7 @@ class ParallelExecutor:
     async def warm_up(self) -> None:
         self._send(WarmUp())
         await self._own.warm_up()
-        self.patience.serve()
+        self.patience.serve(has_own_rows=self.spec.dp_size > 1)
 
     def launch(self, *batches: ScheduleBatch) -> Ticket:
         self._send(Launch(batches))

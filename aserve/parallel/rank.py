@@ -176,7 +176,7 @@ class Follower:
 
     async def _warm_up(self) -> None:
         await self._executor.warm_up()
-        self._patience.serve()
+        self._patience.serve(has_own_rows=self._has_own_rows)
 
     async def _watch(self) -> None:
         """Answers by the outcomes of this rank's own rows. Ends the rank if a step fails before the

@@ -68,7 +68,8 @@ class Coordinates(msgspec.Struct, frozen=True):
 
 class Patience:
     """How many seconds a rank waits in a collective for the others. They load at different speeds,
-    and a first step may compile. Later steps begin at about the same time on all ranks.
+    and a first step may compile. Later steps begin at about the same time on all ranks, and take
+    about as long; but ranks with rows of their own wait for each other's prompts and kernels.
     """
 
     __slots__ = ("seconds",)
@@ -76,9 +77,9 @@ class Patience:
     def __init__(self, seconds: float = 600.0) -> None:
         self.seconds = seconds
 
-    def serve(self) -> None:
+    def serve(self, *, has_own_rows: bool) -> None:
         """The first steps have been run."""
-        self.seconds = 5.0
+        self.seconds = 60.0 if has_own_rows else 5.0
 
 
 # Called when a rank has imported its libraries, before it meets the others.

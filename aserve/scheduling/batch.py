@@ -87,7 +87,6 @@ def _stats(state: SchedulerState, step: Step, admitted: list[Sequence]) -> StepS
         is_new[[sequence.row for sequence in admitted]] = True
         is_prefill |= is_new[step.rows]
     num_prefill_rows = int(is_prefill.sum())
-    total = state.spec.dp_size * (state.spec.groups[0].num_pages - 1)
     return StepStats(
         num_prefill_rows=num_prefill_rows,
         num_prefill_tokens=int(step.query_lens[is_prefill].sum()),
@@ -97,5 +96,5 @@ def _stats(state: SchedulerState, step: Step, admitted: list[Sequence]) -> StepS
         num_retracted=state.num_retracted,
         num_cached_tokens=sum(sequence.committed_len for sequence in admitted),
         used_pages=state.cache.num_used(0),
-        total_pages=total,
+        total_pages=state.spec.total_pages,
     )

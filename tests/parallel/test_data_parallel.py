@@ -11,13 +11,14 @@ import signal
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from aserve.errors import ConfigError
 from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.parallel.joint import pads_to_most
 from aserve.gpu.step.ticket import StepTicket
-from aserve.messages.base import array_i32, num_values
+from aserve.messages.base import array_f32, array_i32, num_values, pack_i32
 from aserve.messages.requests import Cancel, LoadWeights
 from aserve.messages.step import ScheduleBatch
 from aserve.parallel.leader import ParallelExecutor
@@ -74,14 +75,16 @@ def test_experts_of_all_ranks_change_no_token(options: dict[str, Any], tmp_path:
 
 @pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + NUM_TRACES))
 def test_any_trace_gives_the_tokens_of_one_rank(seed: int, tmp_path: Path) -> None:
-    """On three ranks, of which one has mostly nothing."""
+    """On three ranks, of which one has mostly nothing. A barrier that times out ends the test."""
     rng = random.Random(seed)
     options, asked = options_of(rng, ""), requests_of(rng)
     options["max_num_seqs"] += 2
     one = serve(loaded(num_pages=2000, page_size=1), asked)
     cancels = [Cancel(each.request_id, None, 0, "cancelled") for each in asked[:1]]
     resolved = resolved_of(enable_dp_attention=True, replicas=3, **options)
-    three = serve(joined(resolved, tmp_path / "store"), [*asked, *cancels], chaos=seed)
+    executor = joined(resolved, tmp_path / "store")
+    executor.patience.seconds = 20.0
+    three = serve(executor, [*asked, *cancels], chaos=seed)
     for key, outputs in one.outputs.items():
         found = three.outputs.get(key, [])
         was_cancelled = three.reasons[key] == ["cancelled"]
@@ -97,7 +100,7 @@ def test_a_request_that_fails_on_its_rank_ends_alone_and_no_rank_waits(
     asked = [request(f"r{n}", [*range(3, 14 - n % 2)], max_tokens=9) for n in range(3)]
     one = serve(loaded(), asked)
     executor = joined(resolved, tmp_path / "store")
-    executor.patience.serve()
+    executor.patience.seconds = 5.0
     [rank] = executor.ranks
     assert isinstance(rank, RankThread)
     broken = cast(TorchExecutor, rank.executor)
@@ -124,6 +127,7 @@ async def test_new_weights_reach_all_ranks_and_a_rank_that_stops_ends_the_engine
     executor.start(asyncio.get_running_loop())
     try:
         await executor.warm_up()
+        assert executor.patience.seconds == 60.0
         first = await serve_between(executor, asks(is_plain=True), first_iteration=1)
         assert await executor.run_job(LoadWeights(1)) is None
         again = await serve_between(executor, asks(is_plain=True), first_iteration=1000)
@@ -163,3 +167,22 @@ def test_padding_moves_the_fewest_rows() -> None:
     assert [pads_to_most(counts) for counts in [(4, 2), (4, 1), (1, 0)]] == [True, False, False]
     assert [pads_to_most((4, 4, other)) for other in (0, 1, 4)] == [True, True, True]
     assert not pads_to_most((4, 1, 1))
+
+
+def test_scores_embeddings_and_predicted_tokens_come_from_any_rank(tmp_path: Path) -> None:
+    prompt = [*range(5, 25)]
+    kinds: list[dict[str, Any]] = [{"prompt_logprobs": 2}, {"embeds": True}, {"max_tokens": 16}]
+    asked = [request(f"r{n}", prompt, **kinds[n % 3]) for n in range(6)]
+    one = serve(loaded(), asked)
+    predicted = pack_i32(one.outputs["r2", 0])
+    asked[2:] = [msgspec.structs.replace(each, prediction_ids=predicted) for each in asked[2:]]
+    two = serve(joined(resolved_of(**TWO, no_prefix_cache=True), tmp_path / "store"), asked)
+    assert two.outputs == one.outputs
+    assert any(batch.verify is not None for batch in two.batches)
+    for key, embeddings in one.embeddings.items():
+        assert two.embeddings[key][0] == pytest.approx(embeddings[0], abs=1e-6)
+    for key, scores in one.scores.items():
+        found = b"".join(each.chosen for each in two.scores[key])
+        expected = b"".join(each.chosen for each in scores)
+        assert array_f32(found) == pytest.approx(array_f32(expected), abs=1e-6)
+    assert any(0 not in counts for counts in counts_of(two.batches))

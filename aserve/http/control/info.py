@@ -72,7 +72,7 @@ async def server_info(_: web.Request, context: HttpContext) -> web.Response:
     state, spec = context.state, context.state.spec
     sizes: dict[str, object] = {}
     if spec is not None:
-        num_pages = spec.groups[0].num_pages - 1
+        num_pages = spec.total_pages
         sizes = {
             "page_size": spec.page_size,
             "num_pages": num_pages,

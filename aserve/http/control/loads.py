@@ -55,7 +55,7 @@ def engine_load(registry: CollectorRegistry, spec: EngineSpec | None) -> EngineL
     page_size = 0 if spec is None else spec.page_size
     running, waiting = gauge("aserve_sequences_running"), gauge("aserve_sequences_waiting")
     used = gauge("aserve_kv_pages_used")
-    total = 0 if spec is None else spec.groups[0].num_pages - 1  # without the padding
+    total = 0 if spec is None else spec.total_pages
     return EngineLoad(
         num_running_reqs=running,
         num_waiting_reqs=waiting,
