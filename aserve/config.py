@@ -67,8 +67,9 @@ class ModelOptions:
     )
     quantization: str | None = option(
         None,
-        "int8 rounds the weights of linear layers to a byte each, while they are loaded",
-        Limits(choices=("int8",)),
+        "rounds the weights of linear layers while they are loaded: int8 to a byte each, int4 to "
+        "half a byte, with a scale for each 128",
+        Limits(choices=("int8", "int4")),
     )
     max_model_len: int | None = option(
         None,

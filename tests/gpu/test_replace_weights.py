@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from aserve.errors import ConfigError
-from aserve.gpu.device.cpu.kernel_linear import Int8Linear, TiledLinear
+from aserve.gpu.device.cpu.kernel_linear import QuantLinear, TiledLinear
 from aserve.gpu.device.cpu.linear import Fp16StoredLinear, PackedLinear, PerToken
 from aserve.gpu.device.cpu.ops import CompiledNorm
 from aserve.gpu.layers.linear import Linear, LinearOp
@@ -17,7 +18,8 @@ from aserve.gpu.layers.norm import HeadNorms
 from aserve.gpu.replace_weights import copies
 
 LINEARS: tuple[Callable[[Tensor, Tensor], LinearOp], ...] = (
-    *(Linear, PackedLinear, Fp16StoredLinear, TiledLinear, Int8Linear),
+    *(Linear, PackedLinear, Fp16StoredLinear, TiledLinear, QuantLinear),
+    partial(QuantLinear, bits=4),
     lambda weight, bias: PerToken(Linear(weight, bias)),
 )
 

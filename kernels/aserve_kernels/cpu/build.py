@@ -19,6 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import IO, NamedTuple, TypeAlias
@@ -34,10 +35,10 @@ from aserve_kernels.cpu.draft_forward import compile_draft_forward
 from aserve_kernels.cpu.draw import compile_draw
 from aserve_kernels.cpu.gemm import compile_packed_linear
 from aserve_kernels.cpu.index_scores import compile_index_scores
-from aserve_kernels.cpu.int8_linear import compile_int8_linear
 from aserve_kernels.cpu.latent_attention import compile_latent_attention
 from aserve_kernels.cpu.lora import compile_lora
 from aserve_kernels.cpu.paged_attention import compile_paged_attention
+from aserve_kernels.cpu.quant_linear import compile_quant_linear
 from aserve_kernels.cpu.rms_norm import compile_rms_norm
 from aserve_kernels.cpu.rope_and_store_kv import compile_rope_and_store_kv
 from aserve_kernels.cpu.shared_table import compile_shared_table
@@ -56,7 +57,8 @@ COMPILERS: Mapping[str, Callable[[torch.dtype, int], None]] = {
     "packed_linear": compile_packed_linear,
     "rope_and_store_kv": lambda dtype, _: compile_rope_and_store_kv(dtype),
     "lora": compile_lora,
-    "int8_linear": lambda dtype, _: compile_int8_linear(dtype),
+    "int8_linear": partial(compile_quant_linear, bits=8),
+    "int4_linear": partial(compile_quant_linear, bits=4),
     "rms_norm": lambda dtype, _: compile_rms_norm(dtype),
     "draw": lambda _, __: compile_draw(),
     "shared_table": lambda _, __: compile_shared_table(),

@@ -151,14 +151,14 @@ def multiply(
     for all rows."""
     first, last = outputs_of(out.shape[1], worker, num_workers)
     num_whole = last // OUTPUTS * OUTPUTS
-    _multiply_blocks(x, packed, bias, out, first, num_whole)
+    multiply_blocks(x, packed, bias, out, first, num_whole)
     if num_whole < last:
         rest = last - num_whole
         tail = np.empty((x.shape[0], OUTPUTS), np.float32)
         tail_bias = np.zeros(OUTPUTS, np.float32)
         for i in range(rest):
             tail_bias[i] = bias[num_whole + i]
-        _multiply_blocks(x, packed[num_whole * x.shape[1] :], tail_bias, tail, 0, OUTPUTS)
+        multiply_blocks(x, packed[num_whole * x.shape[1] :], tail_bias, tail, 0, OUTPUTS)
         for row in range(x.shape[0]):
             for i in range(rest):
                 out[row, num_whole + i] = tail[row, i]
@@ -173,7 +173,7 @@ def outputs_of(num_out: int, worker: int, num_workers: int) -> tuple[int, int]:
 
 
 @njit(nogil=True, **NO_REFCOUNT)
-def _multiply_blocks(
+def multiply_blocks(
     x: Floats, packed: Floats, bias: Float32s, out: Float32s, first: int, last: int
 ) -> None:
     """Computes the outputs from `first` to `last` - 1, which are whole blocks."""
@@ -240,12 +240,12 @@ def _multiply_tile(
         num_weights = context.make_array(block)(context, builder, args[1]).nitems
         per_step = 2 * OUTPUTS if is_paired else OUTPUTS
         num_steps = builder.udiv(num_weights, INDEX(per_step))
-        tile = _TileEmitter(builder, is_paired)
+        tile = TileEmitter(builder, is_paired)
         first = data(x, args[0], tile.scalar)
         # Missing rows repeat the last one: it is computed and stored again.
         num_rows = builder.udiv(builder.mul(num_inputs, INDEX(OUTPUTS)), num_weights)
         last = builder.sub(num_rows, INDEX(1))
-        rows = [_minimum(builder, INDEX(row), last) for row in range(size.literal_value)]
+        rows = [minimum(builder, INDEX(row), last) for row in range(size.literal_value)]
         sources = [builder.gep(first, [builder.mul(row, num_steps)]) for row in rows]
         sums = tile.start(data(bias, args[2], FLOAT32X16), len(rows))
         weights = data(block, args[1], tile.vector)
@@ -259,11 +259,11 @@ def _multiply_tile(
     return types.void(x, block, bias, out, types.intp, size), emit
 
 
-def _minimum(builder: Any, a: Any, b: Any) -> Any:
+def minimum(builder: Any, a: Any, b: Any) -> Any:
     return builder.select(builder.icmp_signed("<", a, b), a, b)
 
 
-class _TileEmitter:
+class TileEmitter:
     """Emits the instructions of a tile. Its sums are variables that LLVM keeps in registers."""
 
     __slots__ = ("_builder", "_is_paired", "scalar", "vector")

@@ -1,15 +1,16 @@
 """Linear layers of the CPU through aserve's own kernels: y = x W^T + b with weights in tiles, and
-with int8 weights.
+with weights of 8 and 4 bits.
 
 device/cpu/weights.py decides where they are used.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from aserve.gpu.device.cpu.linear import linear_per_expert, prepare_packed
 from aserve.gpu.layers.grouped_linear import GroupedLinearOp, Groups
@@ -22,7 +23,8 @@ from aserve_kernels.cpu.gemm import (
     packed_grouped_linear,
     packed_linear,
 )
-from aserve_kernels.cpu.int8_linear import compile_int8_linear, int8_linear
+from aserve_kernels.cpu.quant_codes import SMALLEST
+from aserve_kernels.cpu.quant_linear import compile_quant_linear, pack_quantized, quant_linear
 
 
 class TiledLinear:
@@ -75,39 +77,63 @@ def prepare_experts(weights: Tensor, biases: Tensor | None, prepare: Prepare, /)
     return TiledExperts(tiled)
 
 
-# PERF: up to this number of tokens the kernel, which reads one byte per weight, is faster than a
-# product with widened weights: 0.6 ms against 5.2 at 1 token of 1024 x 6144 in float32, 3.3 against
-# 6.2 at 8 in bfloat16, 12 against 6 at 32.
-MAX_KERNEL_TOKENS = 8
 INT8_MAX = 127
+INT4_MAX = 15  # of unsigned codes
+GROUP = 128  # inputs that share a scale and an offset of 4 bits
+PART = 4096  # outputs that are rounded at a time, which bounds the float32 copy
 
 
-class Int8Linear:
-    """y = x (q * s)^T + b with int8 weights q and one scale s = max|w| / 127 per output row."""
+class QuantLinear:
+    """y = x W^T + b with weights of 8 bits, and a scale for each output, or of 4 bits, and a scale
+    and an offset for each group of inputs."""
 
-    __slots__ = ("_bias", "_scales", "_weight")
+    __slots__ = ("_num_workers", "_weight")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, *, bits: int = 8, num_workers: int = 1
+    ) -> None:
         """weight [out, in], of any floating dtype; bias [out], in the model's dtype."""
-        largest = weight.abs().amax(dim=1).float()
-        self._scales = torch.where(largest > 0, largest / INT8_MAX, 1)  # [out]
-        self._weight = torch.empty(weight.shape, dtype=torch.int8)
-        for part in range(0, len(weight), 4096):  # bounds the float32 copy
-            rows = slice(part, part + 4096)
-            self._weight[rows] = (weight[rows].float() / self._scales[rows, None]).round_()
-        self._bias = bias
+        round_part = rounded_to_8_bits if bits == 8 else rounded_to_4_bits
+        parts = [round_part(weight[at : at + PART].float()) for at in range(0, len(weight), PART)]
+        codes, scales, *offsets = (torch.cat(values) for values in zip(*parts, strict=True))
+        self._num_workers = num_workers
+        self._weight = pack_quantized(codes, scales, *(offsets or [None]), bias, bits=bits)
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        if len(x) <= MAX_KERNEL_TOKENS:
-            product = int8_linear(x, self._weight, self._scales)
-        else:
-            product = functional.linear(x, self._weight.to(x.dtype)).mul_(self._scales.to(x.dtype))
-        return product if self._bias is None else product.add_(self._bias)
+        return quant_linear(x, self._weight, num_workers=self._num_workers)
 
 
-def prepare_int8(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
-    """dtype: float32 or bfloat16."""
-    assert device.type == "cpu"
-    compile_int8_linear(dtype)
-    bias = linear.bias
-    return Int8Linear(linear.weight, None if bias is None else bias.to(dtype))
+def rounded_to_8_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight float32 [out, in] -> codes int8 [out, in] and scales [out, 1], max|w| / 127."""
+    largest = weight.abs().amax(dim=1, keepdim=True)
+    scales = torch.where(largest > 0, largest / INT8_MAX, 1)
+    return (weight / scales).round_().to(torch.int8), scales
+
+
+def rounded_to_4_bits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """weight float32 [out, in] -> codes int8 [out, in] from -8 to 7, scales and offsets
+    [out, groups], which span the weights of each group. A layer whose inputs are no whole groups
+    has one group."""
+    num_in = weight.shape[1]
+    groups = weight.unflatten(1, (-1, num_in if num_in % GROUP else GROUP))
+    low, high = groups.aminmax(dim=2, keepdim=True)
+    scales = torch.where(high > low, (high - low) / INT4_MAX, 1)
+    codes = ((groups - low) / scales).round_().clamp_(0, INT4_MAX) + SMALLEST
+    offsets = low - SMALLEST * scales
+    return codes.flatten(1).to(torch.int8), scales.squeeze(2), offsets.squeeze(2)
+
+
+def prepare_quantized(bits: int) -> Prepare:
+    """Returns a `Prepare` for float32 or bfloat16."""
+
+    def prepare(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
+        assert device.type == "cpu"
+        num_workers = torch.get_num_threads()
+        compile_quant_linear(dtype, num_workers, bits=bits)
+        return QuantLinear(linear.weight, linear.bias, bits=bits, num_workers=num_workers)
+
+    return prepare
+
+
+QUANTIZATIONS: Mapping[str, int] = {"int8": 8, "int4": 4}  # the bits of --quantization
+PREPARE_QUANTIZED = {name: prepare_quantized(bits) for name, bits in QUANTIZATIONS.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from aserve_kernels.cpu.build import KernelVariant
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)  # that kernels/aserve_kernels/cpu are made for
+# What only some models, or models with some options, run.
+ON_DEMAND = ("lora", "latent_attention", "index_scores", "int8_linear", "int4_linear")
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +31,8 @@ def all_kernels(isa: CpuIsa) -> list[KernelVariant]:
     for dtype in dtypes:
         for num_threads in (1, 2):
             variants |= dict.fromkeys(kernels_of(dtype, isa, num_threads=num_threads))
-            some = _variants(
-                ["lora", "latent_attention", "index_scores"], dtype, num_threads=num_threads
-            )
+            some = _variants(ON_DEMAND, dtype, num_threads=num_threads)
             variants |= dict.fromkeys(some)
-        variants |= dict.fromkeys(_variants(["int8_linear"], dtype))
         if has_tiles(dtype, isa):
             variants |= dict.fromkeys(_variants(["draft_forward"], dtype))
     return list(variants)
@@ -54,7 +54,9 @@ def kernels_of(dtype: torch.dtype, isa: CpuIsa, *, num_threads: int) -> list[Ker
     return variants + _variants(parallel, dtype, num_threads=min(num_threads, 2))
 
 
-def _variants(names: list[str], dtype: torch.dtype, *, num_threads: int = 1) -> list[KernelVariant]:
+def _variants(
+    names: Iterable[str], dtype: torch.dtype, *, num_threads: int = 1
+) -> list[KernelVariant]:
     from aserve_kernels.cpu.build import KernelVariant
 
     return [KernelVariant(name, dtype_name(dtype), num_threads) for name in names]

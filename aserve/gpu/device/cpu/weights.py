@@ -129,10 +129,12 @@ def _quantized_format(request: WeightRequest, isa: CpuIsa) -> WeightFormat:
         raise ConfigError(
             f"--quantization {request.quantization} needs numba, which is not installed"
         )
-    from aserve.gpu.device.cpu.kernel_linear import prepare_int8
+    from aserve.gpu.device.cpu.kernel_linear import PREPARE_QUANTIZED, QUANTIZATIONS
 
+    name = request.quantization
+    about = f"{dtype_name(format_.dtype)} with {name} weights"
     return WeightFormat(
-        format_.dtype, prepare_int8, f"{dtype_name(format_.dtype)} with int8 weights", stored_bits=8
+        format_.dtype, PREPARE_QUANTIZED[name], about, stored_bits=QUANTIZATIONS[name]
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from aserve.errors import ConfigError
-from aserve.gpu.device.cpu.kernel_linear import prepare_int8, prepare_tiled
+from aserve.gpu.device.cpu.kernel_linear import PREPARE_QUANTIZED, prepare_tiled
 from aserve.gpu.device.cpu.linear import PerToken, prepare_fp16_stored, prepare_packed
 from aserve.gpu.device.cpu.weights import (
     SMALL_BYTES,
@@ -93,15 +93,19 @@ def test_an_unknown_dtype_is_refused() -> None:
         choose_cpu_format(WeightRequest("int4", None, LARGE), BARE)
 
 
+@pytest.mark.parametrize(("name", "bits"), [("int8", 8), ("int4", 4)])
 @pytest.mark.parametrize(
     ("isa", "dtype"), [(AMX, torch.bfloat16), (AVX2, torch.float32), (OTHER, torch.float32)]
 )
-def test_weights_of_a_byte_keep_the_dtype_of_the_machine(isa: CpuIsa, dtype: torch.dtype) -> None:
-    chosen = choose_cpu_format(WeightRequest("auto", None, LARGE, "int8"), isa)
-    assert (chosen.dtype, chosen.prepare, chosen.weight_bits) == (dtype, prepare_int8, 8)
+def test_quantized_weights_keep_the_dtype_of_the_machine(
+    isa: CpuIsa, dtype: torch.dtype, name: str, bits: int
+) -> None:
+    chosen = choose_cpu_format(WeightRequest("auto", None, LARGE, name), isa)
+    assert (chosen.dtype, chosen.weight_bits) == (dtype, bits)
+    assert chosen.prepare is PREPARE_QUANTIZED[name]
 
 
-def test_weights_of_a_byte_are_refused_where_nothing_multiplies_them() -> None:
+def test_quantized_weights_are_refused_where_nothing_multiplies_them() -> None:
     with pytest.raises(ConfigError, match="float32 or bfloat16 on the CPU, not in float64"):
         choose_cpu_format(WeightRequest("float64", None, LARGE, "int8"), AMX)
     with pytest.raises(ConfigError, match="needs numba"):
@@ -112,9 +116,21 @@ def test_a_weight_of_a_byte_is_off_by_half_a_step_at_most() -> None:
     """A step is the 127th part of its output's largest weight; an output of zeros stays one."""
     weight = torch.randn((5000, 16), generator=torch.Generator().manual_seed(3))
     weight[7] = 0
-    rounded = prepare_int8(Linear(weight), CPU, dtype=torch.float32)(torch.eye(16)).t()
+    rounded = PREPARE_QUANTIZED["int8"](Linear(weight), CPU, dtype=torch.float32)(torch.eye(16)).t()
     step = weight.abs().amax(dim=1, keepdim=True) / 127
     assert ((rounded - weight).abs() <= step * 0.5001).all()
+
+
+@pytest.mark.parametrize("num_in", [256, 100])  # two groups, and one
+def test_a_weight_of_half_a_byte_is_off_by_half_a_step_at_most(num_in: int) -> None:
+    """A step is the 15th part of the range of its group. Equal weights stay as they are."""
+    weight = torch.randn((5000, num_in), generator=torch.Generator().manual_seed(3))
+    weight[7, :100] = 0.3
+    layer = PREPARE_QUANTIZED["int4"](Linear(weight), CPU, dtype=torch.float32)
+    rounded = layer(torch.eye(num_in)).t()
+    low, high = weight.unflatten(1, (-1, min(num_in, 128))).aminmax(dim=2, keepdim=True)
+    step = ((high - low) / 15).expand(-1, -1, min(num_in, 128)).flatten(1)
+    assert ((rounded - weight).abs() <= step * 0.5001 + 1e-6).all()
 
 
 def form_of_this_machine(name: str) -> tuple[Prepare, torch.dtype]:
@@ -125,8 +141,11 @@ def form_of_this_machine(name: str) -> tuple[Prepare, torch.dtype]:
 FORMS = {
     "ours in float32": (prepare_tiled, torch.float32),
     "ours in bfloat16": (prepare_tiled, torch.bfloat16),
-    "int8 in float32": (prepare_int8, torch.float32),
-    "int8 in bfloat16": (prepare_int8, torch.bfloat16),
+    **{
+        f"{name} in {dtype}": (prepare, dtype)
+        for name, prepare in PREPARE_QUANTIZED.items()
+        for dtype in (torch.float32, torch.bfloat16)
+    },
     "stored as float16": (prepare_fp16_stored, torch.float32),
     **{
         f"here for {name}": form_of_this_machine(name)
@@ -144,8 +163,8 @@ def test_each_form_gives_the_plain_product(
 ) -> None:
     """On weights that all forms hold exactly; the tolerance is that of the sums."""
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randint(-63, 64, (50, 24), generator=generator) / 64
-    weight[:, 0] = 127 / 64
+    weight = (16 * torch.randint(16, (50, 24), generator=generator) - 127) / 64
+    weight[:, :2] = torch.tensor([-127, 113]) / 64
     bias = torch.randint(-64, 64, (50,), generator=generator) / 64 if has_bias else None
     wide = torch.randn((num_tokens, 48), generator=generator).to(dtype)
     x = wide[:, :24]  # rows of another stride, as views of a joined product have them

@@ -1,0 +1,383 @@
+"""Tiles of weights with 8 or 4 bits: how they are packed, and the instructions that decode them.
+
+    W[o, i] = scales[o, g] * code[o, i] + offsets[o, g],  g = i // group
+
+A block has 32 outputs, as in gemm. 8 bits are packed as int8 [blocks, in / 2, 2 vectors, 2 inputs,
+16 outputs]. 4 bits, whose codes are -8 to 7, are packed as int32 [blocks, in / 8, 2 vectors, 16
+outputs]: bits 4 k of a word have input 2 k, and bits 16 + 4 k input 2 k + 1. So a half word, looked
+up in a table of 16 bfloat16, gives the pairs that the bfloat16 dot product takes.
+
+The plain functions run with NUMBA_DISABLE_JIT=1; compiled code takes the overloads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
+from torch import Tensor
+
+from aserve_kernels.cpu.bf16 import Float32s, Floats, narrow, widen
+from aserve_kernels.cpu.gemm import HAS_AVX512_BF16, OUTPUTS, VECTORS, TileEmitter, minimum
+from aserve_kernels.cpu.simd import FLOAT32X16, INDEX, INT32X16, LANES, Intrinsic
+
+Codes: TypeAlias = npt.NDArray[np.int8] | npt.NDArray[np.int32]
+
+CODES_PER_WORD = 8  # of 4 bits
+SMALLEST = -8  # code of 4 bits
+INT8X16 = ir.VectorType(ir.IntType(8), LANES)
+INT16X32 = ir.VectorType(ir.IntType(16), 2 * LANES)
+# Sums of a vector of outputs that take turns. PERF: one alone would wait for itself with 4 bits.
+NUM_SUMS = {8: 1, 4: 2}
+PERMUTE = "llvm.x86.avx512.permvar.hi.512"
+
+
+def pack_codes(codes: Tensor, bits: int) -> Codes:
+    """codes int8 [out, in], `out` a multiple of 32 and `in` of 2 (8 bits) or 8 (4 bits) -> packed,
+    flat."""
+    blocks = codes.view(-1, VECTORS, LANES, codes.shape[1])
+    if bits == 8:
+        pairs = blocks.unflatten(3, (-1, 2)).permute(0, 3, 1, 4, 2)
+        packed: Codes = pairs.contiguous().flatten().numpy()
+        return packed
+    digits = (
+        (blocks - SMALLEST).unflatten(3, (-1, CODES_PER_WORD // 2, 2)).permute(0, 3, 1, 2, 5, 4)
+    )
+    shifts = 4 * torch.arange(CODES_PER_WORD).view(2, CODES_PER_WORD // 2)
+    words = (digits.to(torch.int64) << shifts).sum(dim=(4, 5))
+    return words.to(torch.int32).contiguous().flatten().numpy()
+
+
+def unpack_codes(packed: Codes, num_in: int) -> npt.NDArray[np.int8]:
+    """Returns the codes, int8 [out, in]."""
+    if packed.dtype == np.int8:
+        pairs = packed.reshape(-1, num_in // 2, VECTORS, 2, LANES)
+        return pairs.transpose(0, 2, 4, 1, 3).reshape(-1, num_in).astype(np.int8)
+    words = packed.reshape(-1, num_in // CODES_PER_WORD, VECTORS, LANES)
+    shifts = np.array([16 * (i % 2) + 4 * (i // 2) for i in range(CODES_PER_WORD)])
+    digits = (words[..., None] >> shifts) & 15
+    return (digits + SMALLEST).transpose(0, 2, 3, 1, 4).reshape(-1, num_in).astype(np.int8)
+
+
+def multiply_codes(
+    x: Floats,
+    codes: Codes,
+    scales: Float32s,
+    offsets: Float32s,
+    sums: Float32s,
+    out: Float32s,
+    num_rows: int,
+    size: int,
+) -> None:
+    """Adds the products of 1 to `size` contiguous rows with a block of outputs to a tile.
+
+    codes, scales and offsets are those of the block; without offsets they and `sums` are empty,
+    else sums [rows, groups] has the sum of each group of x. out [rows, 32]. `size` is a literal,
+    and num_rows at most as large. All arrays are flat.
+    """
+    num_groups = len(scales) // OUTPUTS
+    num_in = len(codes) * (1 if codes.dtype == np.int8 else CODES_PER_WORD) // OUTPUTS
+    weights = unpack_codes(codes, num_in).astype(np.float32).reshape(OUTPUTS, num_groups, -1)
+    row = np.empty(num_in, np.float32)
+    for number in range(num_rows):
+        widen(x[number * num_in : (number + 1) * num_in], row)
+        products = (weights * row.reshape(num_groups, -1)).sum(axis=2) * scales.reshape(
+            -1, OUTPUTS
+        ).T
+        tile = out[number * OUTPUTS : (number + 1) * OUTPUTS]
+        tile += products.sum(axis=1)
+        if len(offsets):
+            own = sums[number * num_groups : (number + 1) * num_groups]
+            tile += offsets.reshape(-1, OUTPUTS).T @ own
+
+
+def decode_group(codes: Codes, scales: Float32s, offsets: Float32s, target: Floats) -> None:
+    """Writes the weights of a group and block as gemm packs them, rounded to the dtype of `target`.
+    scales and offsets [32]."""
+    num_in = len(target) // OUTPUTS
+    weights = unpack_codes(codes, num_in) * scales[:, None] + offsets[:, None]  # [32, in]
+    pair = 2 if target.dtype == np.uint16 else 1
+    by_pair = weights.reshape(OUTPUTS, num_in // pair, pair).transpose(1, 0, 2)
+    narrow(np.ascontiguousarray(by_pair, np.float32).reshape(-1), target)
+
+
+class _Decoder(TileEmitter):
+    """Emits the instructions that turn packed codes into operands of products: for each vector of
+    outputs a pair of bfloat16, or two vectors of float32."""
+
+    __slots__ = ("_bits", "_has_pairs", "num_pairs")
+
+    def __init__(self, builder: Any, is_paired: bool, bits: int) -> None:
+        super().__init__(builder, is_paired)
+        self._bits = bits
+        self._has_pairs = is_paired and HAS_AVX512_BF16  # bfloat16 has the codes exactly
+        self.num_pairs = 1 if bits == 8 else CODES_PER_WORD // 2  # of inputs, in a step
+
+    def chains(self, count: int) -> list[Any]:
+        zero = ir.Constant(FLOAT32X16, [0.0] * LANES)
+        return [cgutils.alloca_once_value(self._builder, zero) for _ in range(count)]
+
+    def step(self, codes: Any, step: Any) -> Iterator[list[Any]]:
+        """Yields the operands of each pair of inputs."""
+        if not self._has_pairs:
+            yield from self.floats(codes, step)
+        elif self._bits == 8:
+            for halves in self.floats(codes, step):
+                yield [self._joined(*both) for both in halves]
+        else:
+            loaded = self._loaded(codes, step)
+            for pair in range(self.num_pairs):
+                yield [self._looked_up(words, pair) for words in loaded]
+
+    def floats(self, codes: Any, step: Any) -> Iterator[list[Any]]:
+        """Yields the codes of each pair of inputs: two vectors of float32 for each vector of
+        outputs."""
+        loaded = self._loaded(codes, step)
+        if self._bits == 8:
+            wide = [self._builder.sitofp(each, FLOAT32X16) for each in loaded]
+            yield [(wide[2 * vector], wide[2 * vector + 1]) for vector in range(VECTORS)]
+            return
+        for pair in range(self.num_pairs):
+            yield [
+                (self._digit(words, 4 * pair), self._digit(words, 16 + 4 * pair))
+                for words in loaded
+            ]
+
+    def add_pair(self, chains: list[Any], source: Any, at: Any, operands: list[Any]) -> None:
+        """Adds the products of pair number `at` of a row to the sums of its vectors."""
+        builder = self._builder
+        values = self._values(source, at)
+        for chain, operand in zip(chains, operands, strict=True):
+            total = builder.load(chain)
+            if self._has_pairs:
+                total = self._add_product(total, values[0], operand)
+            else:
+                for value, half in zip(values, operand, strict=True):
+                    total = self._fma(value, half, total)
+            builder.store(total, chain)
+
+    def write_pair(self, operands: Any, scales: Any, offsets: Any, target: Any, at: Any) -> None:
+        """Writes scale * code + offset of pair number `at` as gemm packs weights."""
+        builder = self._builder
+        first = builder.mul(at, INDEX(VECTORS if self._is_paired else 2 * VECTORS))
+        for number, halves in enumerate(operands):
+            scale, offset = self._load(scales, number), self._load(offsets, number)
+            wide = [self._fma(half, scale, offset) for half in halves]
+            places = [number] if self._is_paired else [number, VECTORS + number]
+            for place, value in zip(places, self._narrowed(wide), strict=True):
+                address = builder.gep(target, [builder.add(first, INDEX(place))])
+                builder.store(value, address, align=2)
+
+    def _narrowed(self, halves: list[Any]) -> list[Any]:
+        """Rounds to bfloat16, in pairs, if that is the dtype; a tie rounds up."""
+        if not self._is_paired:
+            return halves
+        builder = self._builder
+        rounding = ir.Constant(INT32X16, [1 << 15] * LANES)
+        low, high = (builder.add(builder.bitcast(half, INT32X16), rounding) for half in halves)
+        upper = ir.Constant(INT32X16, [0xFFFF0000] * LANES)
+        return [builder.or_(self._halved(low), builder.and_(high, upper))]
+
+    def _values(self, source: Any, at: Any) -> list[Any]:
+        """Returns a pair of inputs for all lanes, as the operand is."""
+        builder = self._builder
+        if self._is_paired:
+            word = self._splat(builder.load(builder.gep(source, [at]), align=2))
+            return [word] if self._has_pairs else [self._low(word), self._high(word)]
+        places = [builder.add(builder.mul(at, INDEX(2)), INDEX(half)) for half in range(2)]
+        return [self._splat(builder.load(builder.gep(source, [at]), align=4)) for at in places]
+
+    def _loaded(self, codes: Any, step: Any) -> list[Any]:
+        vector, count = (INT8X16, 2 * VECTORS) if self._bits == 8 else (INT32X16, VECTORS)
+        first = self._builder.bitcast(codes, vector.as_pointer())
+        start = self._builder.gep(first, [self._builder.mul(step, INDEX(count))])
+        return [
+            self._builder.load(self._builder.gep(start, [INDEX(i)]), align=1) for i in range(count)
+        ]
+
+    def _joined(self, even: Any, odd: Any) -> Any:
+        """Joins floats whose lower 16 bits are zeros, as those of such codes are."""
+        low, high = (self._builder.bitcast(half, INT32X16) for half in (even, odd))
+        return self._builder.or_(self._halved(low), high)
+
+    def _halved(self, words: Any) -> Any:
+        return self._builder.lshr(words, ir.Constant(INT32X16, [16] * LANES))
+
+    def _fma(self, left: Any, right: Any, total: Any) -> Any:
+        return self._call(f"llvm.fmuladd.v{LANES}f32", left, right, total)
+
+    def _digit(self, words: Any, shift: int) -> Any:
+        builder = self._builder
+        shifted = builder.lshr(words, ir.Constant(INT32X16, [shift] * LANES))
+        masked = builder.and_(shifted, ir.Constant(INT32X16, [15] * LANES))
+        code = builder.add(masked, ir.Constant(INT32X16, [SMALLEST] * LANES))
+        return builder.sitofp(code, FLOAT32X16)
+
+    def _looked_up(self, words: Any, pair: int) -> Any:
+        """An index has 5 bits, of which the upper one belongs to the next code, so the table has
+        every value twice."""
+        builder = self._builder
+        shift = ir.Constant(INT16X32, [4 * pair] * 2 * LANES)
+        indices = builder.lshr(builder.bitcast(words, INT16X32), shift)
+        values = np.arange(SMALLEST, SMALLEST + 16, dtype=np.float32).view(np.uint32) >> 16
+        table = ir.Constant(INT16X32, [int(value) for value in values] * 2)
+        kind = ir.FunctionType(INT16X32, [INT16X32, INT16X32])
+        permute = cgutils.get_or_insert_function(builder.module, kind, PERMUTE)
+        return builder.bitcast(builder.call(permute, [table, indices]), INT32X16)
+
+    def variables(self, rows: list[Any], out: Any) -> list[list[Any]]:
+        """Returns the vectors of these rows of `out`, as variables."""
+        builder = self._builder
+        starts = [builder.gep(out, [builder.mul(row, INDEX(VECTORS))]) for row in rows]
+        return [
+            [cgutils.alloca_once_value(builder, self._load(start, i)) for i in range(VECTORS)]
+            for start in starts
+        ]
+
+    def finish_group(self, total: Any, chains: list[Any], scale: Any) -> None:
+        """Adds the scaled sum of the chains to a variable, and makes the chains zero again."""
+        builder = self._builder
+        whole = builder.load(chains[0])
+        for chain in chains[1:]:
+            whole = builder.fadd(whole, builder.load(chain))
+        builder.store(self._fma(whole, scale, builder.load(total)), total)
+        for chain in chains:
+            builder.store(ir.Constant(FLOAT32X16, [0.0] * LANES), chain)
+
+    def add_offset(self, total: Any, value: Any, offset: Any) -> None:
+        self._builder.store(self._fma(value, offset, self._builder.load(total)), total)
+
+    def vector_at(self, first: Any, number: Any) -> Any:
+        return self._builder.load(self._builder.gep(first, [number]), align=4)
+
+    def splat_float(self, first: Any, number: Any) -> Any:
+        value = self._builder.load(self._builder.gep(first, [number]), align=4)
+        return self._builder.bitcast(self._splat(value), FLOAT32X16)
+
+
+def _pointer(context: Any, builder: Any, kind: Any, value: Any, element: ir.Type) -> Any:
+    return builder.bitcast(
+        context.make_array(kind)(context, builder, value).data, element.as_pointer()
+    )
+
+
+def _length(context: Any, builder: Any, kind: Any, value: Any) -> Any:
+    return context.make_array(kind)(context, builder, value).nitems
+
+
+def _num_steps(context: Any, builder: Any, codes: Any, value: Any) -> Any:
+    """Returns how many steps the codes take: of 64 bytes (8 bits) or of 128 (4 bits)."""
+    num_codes = _length(context, builder, codes, value)
+    return builder.udiv(num_codes, INDEX(2 * OUTPUTS if codes.dtype == types.int8 else OUTPUTS))
+
+
+@intrinsic(prefer_literal=True)
+def _multiply_codes(
+    typing: Any,
+    x: Any,
+    codes: Any,
+    scales: Any,
+    offsets: Any,
+    sums: Any,
+    out: Any,
+    num_rows: Any,
+    size: Any,
+) -> Intrinsic | None:
+    if not isinstance(size, types.IntegerLiteral):
+        return None
+    bits = 8 if codes.dtype == types.int8 else 4
+    is_paired = x.dtype == types.uint16
+    arrays = (x, codes, scales, offsets, sums, out)
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        tile = _Decoder(builder, is_paired, bits)
+        kinds = (tile.scalar, ir.IntType(8), FLOAT32X16, FLOAT32X16, tile.scalar, FLOAT32X16)
+        inputs, packed, factors, added, group_sums, target = (
+            _pointer(context, builder, array, arg, kind)
+            for array, arg, kind in zip(arrays, args, kinds, strict=False)
+        )
+        num_steps = _num_steps(context, builder, codes, args[1])
+        num_groups = builder.udiv(_length(context, builder, scales, args[2]), INDEX(OUTPUTS))
+        num_offsets = _length(context, builder, offsets, args[3])
+        per_group = builder.udiv(num_steps, num_groups)
+        per_row = builder.mul(num_steps, INDEX(tile.num_pairs if is_paired else 2 * tile.num_pairs))
+        last = builder.sub(args[6], INDEX(1))
+        # Missing rows repeat the last one: it is computed and stored again.
+        rows = [minimum(builder, INDEX(row), last) for row in range(size.literal_value)]
+        sources = [builder.gep(inputs, [builder.mul(row, per_row)]) for row in rows]
+        totals = tile.variables(rows, target)
+        chains = [[tile.chains(NUM_SUMS[bits]) for _ in range(VECTORS)] for _ in rows]
+        with cgutils.for_range(builder, num_groups, intp=INDEX) as groups:
+            first = builder.mul(groups.index, per_group)
+            with cgutils.for_range(builder, per_group, intp=INDEX) as loop:
+                step = builder.add(first, loop.index)
+                for pair, operands in enumerate(tile.step(packed, step)):
+                    at = builder.add(builder.mul(step, INDEX(tile.num_pairs)), INDEX(pair))
+                    for row_chains, source in zip(chains, sources, strict=True):
+                        own = [vector[pair % NUM_SUMS[bits]] for vector in row_chains]
+                        tile.add_pair(own, source, at, operands)
+            places = [
+                builder.add(builder.mul(groups.index, INDEX(VECTORS)), INDEX(i))
+                for i in range(VECTORS)
+            ]
+            for number, place in enumerate(places):
+                scale = tile.vector_at(factors, place)
+                for row_totals, row_chains in zip(totals, chains, strict=True):
+                    tile.finish_group(row_totals[number], row_chains[number], scale)
+            with builder.if_then(builder.icmp_unsigned(">", num_offsets, INDEX(0))):
+                for row, row_totals in zip(rows, totals, strict=True):
+                    at = builder.add(builder.mul(row, num_groups), groups.index)
+                    value = tile.splat_float(group_sums, at)
+                    for total, place in zip(row_totals, places, strict=True):
+                        tile.add_offset(total, value, tile.vector_at(added, place))
+        for row, row_totals in zip(rows, totals, strict=True):
+            tile.store(row_totals, builder.gep(target, [builder.mul(row, INDEX(VECTORS))]))
+        return context.get_dummy_value()
+
+    return types.void(*arrays, types.intp, size), emit
+
+
+@intrinsic
+def _decode_group(typing: Any, codes: Any, scales: Any, offsets: Any, target: Any) -> Intrinsic:
+    bits = 8 if codes.dtype == types.int8 else 4
+    is_paired = target.dtype == types.uint16
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        tile = _Decoder(builder, is_paired, bits)
+        packed = _pointer(context, builder, codes, args[0], ir.IntType(8))
+        factors, added = (
+            _pointer(context, builder, kind, arg, FLOAT32X16)
+            for kind, arg in ((scales, args[1]), (offsets, args[2]))
+        )
+        written = _pointer(context, builder, target, args[3], tile.vector)
+        num_steps = _num_steps(context, builder, codes, args[0])
+        with cgutils.for_range(builder, num_steps, intp=INDEX) as loop:
+            for pair, operands in enumerate(tile.floats(packed, loop.index)):
+                at = builder.add(builder.mul(loop.index, INDEX(tile.num_pairs)), INDEX(pair))
+                tile.write_pair(operands, factors, added, written, at)
+        return context.get_dummy_value()
+
+    return types.void(codes, scales, offsets, target), emit
+
+
+@overload(multiply_codes, strict=False, prefer_literal=True)
+def _overload_multiply_codes(
+    x: Any, codes: Any, scales: Any, offsets: Any, sums: Any, out: Any, num_rows: Any, size: Any
+) -> Callable[..., None]:
+    return lambda x, codes, scales, offsets, sums, out, num_rows, size: _multiply_codes(
+        x, codes, scales, offsets, sums, out, num_rows, size
+    )
+
+
+@overload(decode_group, strict=False)
+def _overload_decode_group(
+    codes: Any, scales: Any, offsets: Any, target: Any
+) -> Callable[..., None]:
+    return lambda codes, scales, offsets, target: _decode_group(codes, scales, offsets, target)

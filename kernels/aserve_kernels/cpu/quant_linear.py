@@ -1,0 +1,224 @@
+"""A linear layer whose weights have 8 or 4 bits, in groups: y = x W^T + b.
+
+    W[o, i] = scales[o, g] * code[o, i] + offsets[o, g],  g = i // group
+    y[t, o] = b[o] + sum_g (scales[o, g] * sum_i x[t, i] code[o, i] + offsets[o, g] * sum_i x[t, i])
+
+Decode reads every weight once, so memory bandwidth is the limit, and such weights take half or a
+quarter of the bytes of bfloat16. For a few rows codes are multiplied as they are (bfloat16 and
+float32 have them exactly), and the sums are scaled. For more, a block of weights is decoded once,
+rounded to the dtype of x, and multiplied as in gemm. Threads share the outputs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numba import njit, prange, types
+from torch import Tensor
+from torch.nn import functional
+
+from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, widened
+from aserve_kernels.cpu.gemm import OUTPUTS, multiply_blocks, outputs_of
+from aserve_kernels.cpu.precompile import NO_REFCOUNT, cached_njit, compile_ahead
+from aserve_kernels.cpu.quant_codes import (
+    Codes,
+    decode_group,
+    multiply_codes,
+    pack_codes,
+    unpack_codes,
+)
+
+MAX_TILE_ROWS = 8
+MOST_AT_ONCE = 4  # rows that pass over the codes together
+NO_BIAS = np.zeros(OUTPUTS, np.float32)
+WIDE_ROWS = 256  # that are multiplied with a decoded block at a time
+
+
+class QuantWeight(NamedTuple):
+    """A packed weight. Outputs are padded to whole blocks, and inputs to whole groups, by zeros."""
+
+    codes: Codes
+    scales: Float32s  # [blocks * groups * 32]
+    offsets: Float32s  # the same, or [0] if all are zero
+    bias: Float32s  # [out], zeros for no bias
+    num_in: int  # of the layer
+    group: int  # inputs that share a scale
+
+    @property
+    def num_groups(self) -> int:
+        return -(-self.num_in // self.group)
+
+
+def pack_quantized(
+    codes: Tensor, scales: Tensor, offsets: Tensor | None, bias: Tensor | None, *, bits: int
+) -> QuantWeight:
+    """codes int8 [out, in], scales and offsets [out, groups], bias [out]. A group has in / groups
+    inputs, rounded up to a multiple of 8."""
+    num_out, num_in = codes.shape
+    num_groups = scales.shape[1]
+    group = -(-num_in // num_groups // 8) * 8 if num_groups == 1 else num_in // num_groups
+    rows = -num_out // OUTPUTS * -OUTPUTS - num_out
+    padded = functional.pad(codes, (0, group * num_groups - num_in, 0, rows))
+
+    def by_block(values: Tensor) -> Float32s:
+        whole = functional.pad(values.float(), (0, 0, 0, rows)).view(-1, OUTPUTS, num_groups)
+        flat: Float32s = whole.transpose(1, 2).contiguous().flatten().numpy()
+        return flat
+
+    none = np.empty(0, np.float32)
+    return QuantWeight(
+        pack_codes(padded, bits),
+        by_block(scales),
+        none if offsets is None else by_block(offsets),
+        (torch.zeros(num_out) if bias is None else bias.float()).numpy(),
+        num_in,
+        group,
+    )
+
+
+def quant_linear(x: Tensor, weight: QuantWeight, *, num_workers: int = 1) -> Tensor:
+    """x [tokens, in] float32 or bfloat16 on the CPU -> [tokens, out] like x."""
+    padding = weight.group * weight.num_groups - weight.num_in
+    inputs = functional.pad(x, (0, padding)) if padding else x.contiguous()
+    out = torch.empty((len(x), len(weight.bias)), dtype=x.dtype)
+    product = _multiply_alone if num_workers == 1 else _multiply
+    product(as_array(inputs), weight, as_array(out), num_workers)
+    return out
+
+
+def dequantized(weight: QuantWeight) -> Tensor:
+    """Returns the weight as float32 [out, in]."""
+    num_in = weight.group * weight.num_groups
+
+    def by_output(values: Float32s) -> Tensor:
+        blocks = torch.from_numpy(values).view(-1, weight.num_groups, OUTPUTS)
+        return blocks.transpose(1, 2).flatten(0, 1).repeat_interleave(weight.group, dim=1)
+
+    whole = torch.from_numpy(unpack_codes(weight.codes, num_in)) * by_output(weight.scales)
+    if len(weight.offsets):
+        whole += by_output(weight.offsets)
+    return whole[: len(weight.bias), : weight.num_in]
+
+
+def quant_linear_ref(x: Tensor, weight: QuantWeight) -> Tensor:
+    product = x.float() @ dequantized(weight).t() + torch.from_numpy(weight.bias)
+    return product.to(x.dtype)
+
+
+def compile_quant_linear(dtype: torch.dtype, num_workers: int = 1, *, bits: int) -> None:
+    """Compiles for this dtype, and either for one worker or for several."""
+    floats = types.uint16 if dtype == torch.bfloat16 else types.float32
+    rows, flat = types.Array(floats, 2, "C"), types.Array(types.float32, 1, "C")
+    codes = types.Array(types.int8 if bits == 8 else types.int32, 1, "C")
+    product = _multiply_alone if num_workers == 1 else _multiply
+    fields = (codes, flat, flat, flat, types.int64, types.int64)
+    weight = types.NamedTuple(fields, QuantWeight)
+    compile_ahead(product, rows, weight, rows, types.int64)
+
+
+@cached_njit(parallel=True, nogil=True)
+def _multiply(x: Floats, weight: QuantWeight, out: Floats, num_workers: int) -> None:
+    for worker in prange(num_workers):
+        _multiply_share(x, weight, out, worker, num_workers)
+
+
+@cached_njit(nogil=True)
+def _multiply_alone(x: Floats, weight: QuantWeight, out: Floats, num_workers: int) -> None:
+    for worker in range(num_workers):
+        _multiply_share(x, weight, out, worker, num_workers)
+
+
+@njit(nogil=True)
+def _multiply_share(
+    x: Floats, weight: QuantWeight, out: Floats, worker: int, num_workers: int
+) -> None:
+    first, last = outputs_of(out.shape[1], worker, num_workers)
+    num_rows, num_in = x.shape
+    if num_rows > MAX_TILE_ROWS:
+        weights = np.empty(OUTPUTS * num_in, x.dtype)
+        wide = np.empty((min(num_rows, WIDE_ROWS), OUTPUTS), np.float32)
+        for output in range(first, last, OUTPUTS):
+            _multiply_decoded(x, weight, out, output, weights, wide)
+        return
+    sums = np.zeros((num_rows, num_in // weight.group), np.float32)
+    if len(weight.offsets):
+        _sum_groups(x, weight.group, sums)
+    tile = np.empty(num_rows * OUTPUTS, np.float32)
+    for output in range(first, last, OUTPUTS):
+        _multiply_block(x, weight, out, output, sums, tile)
+
+
+@njit(nogil=True)
+def _sum_groups(x: Floats, group: int, sums: Float32s) -> None:
+    """Adds each row's groups up, to sums [rows, groups]."""
+    for row in range(x.shape[0]):
+        for number in range(sums.shape[1]):
+            total = np.float32(0)
+            for i in range(number * group, (number + 1) * group):
+                total += widened(x[row, i])
+            sums[row, number] = total
+
+
+@njit(nogil=True, **NO_REFCOUNT)
+def _multiply_block(
+    x: Floats, weight: QuantWeight, out: Floats, output: int, sums: Float32s, tile: Float32s
+) -> None:
+    """Computes one block of outputs for at most MAX_TILE_ROWS rows. tile [rows * 32] is scratch."""
+    num_rows, num_in = x.shape
+    num_groups = num_in // weight.group
+    size = min(OUTPUTS, out.shape[1] - output)
+    inputs, results, group_sums = x.reshape(-1), out.reshape(-1), sums.reshape(-1)
+    tile[:] = 0
+    for row in range(num_rows):
+        for i in range(size):
+            tile[row * OUTPUTS + i] = weight.bias[output + i]
+    per_block = len(weight.codes) // (len(weight.scales) // (OUTPUTS * num_groups))
+    block = output // OUTPUTS
+    codes = weight.codes[block * per_block : (block + 1) * per_block]
+    own = slice(output * num_groups, (output + OUTPUTS) * num_groups)
+    scales, offsets = weight.scales[own], weight.offsets[own]
+    for row in range(0, num_rows, MOST_AT_ONCE):
+        rows, target = inputs[row * num_in :], tile[row * OUTPUTS :]
+        added, rest = group_sums[row * num_groups :], num_rows - row
+        if rest > 2:
+            most = min(rest, MOST_AT_ONCE)
+            multiply_codes(rows, codes, scales, offsets, added, target, most, MOST_AT_ONCE)
+        elif rest == 2:
+            multiply_codes(rows, codes, scales, offsets, added, target, rest, 2)
+        else:
+            multiply_codes(rows, codes, scales, offsets, added, target, rest, 1)
+    for row in range(num_rows):
+        start = row * out.shape[1] + output
+        narrow(tile[row * OUTPUTS : row * OUTPUTS + size], results[start : start + size])
+
+
+@njit(nogil=True, **NO_REFCOUNT)
+def _multiply_decoded(
+    x: Floats, weight: QuantWeight, out: Floats, output: int, weights: Floats, wide: Float32s
+) -> None:
+    """Computes one block of outputs for any number of rows. weights [in * 32] and wide [rows, 32]
+    are scratch."""
+    num_rows, num_in = x.shape
+    group, num_groups = weight.group, num_in // weight.group
+    size = min(OUTPUTS, out.shape[1] - output)
+    per_group = len(weight.codes) // (len(weight.scales) // OUTPUTS)
+    flat, results = wide.reshape(-1), out.reshape(-1)
+    for number in range(num_groups):
+        at = output // OUTPUTS * num_groups + number
+        scales = weight.scales[at * OUTPUTS : (at + 1) * OUTPUTS]
+        added = flat[:OUTPUTS]
+        added[:] = 0
+        if len(weight.offsets):
+            added = weight.offsets[at * OUTPUTS : (at + 1) * OUTPUTS]
+        target = weights[number * group * OUTPUTS : (number + 1) * group * OUTPUTS]
+        decode_group(weight.codes[at * per_group : (at + 1) * per_group], scales, added, target)
+    for start in range(0, num_rows, len(wide)):
+        rows = min(len(wide), num_rows - start)
+        multiply_blocks(x[start : start + rows], weights, NO_BIAS, wide[:rows], 0, OUTPUTS)
+        for row in range(rows):
+            for i in range(size):
+                wide[row, i] += weight.bias[output + i]
+            at = (start + row) * out.shape[1] + output
+            narrow(wide[row, :size], results[at : at + size])
