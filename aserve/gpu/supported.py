@@ -22,8 +22,8 @@ FALLBACK = (
     "start; others are refused with the reason. Code in a model directory is never run."
 )
 FORMATS = (
-    "Weights: float32, bfloat16, float16 or float64 by --dtype; on the CPU also int8 by "
-    "--quantization int8, and float16 that computes in float32 where the processor has no "
+    "Weights: float32, bfloat16, float16 or float64 by --dtype; on the CPU also 8 and 4 bits by "
+    "--quantization, and float16 that computes in float32 where the processor has no "
     "bfloat16. KV: the model's dtype, or 8 bits by --kv-cache-dtype. Checkpoints in fp8 with a "
     "scale per block, and experts in MXFP4, are read and widened; others that are quantized are "
     "refused. Devices: "
