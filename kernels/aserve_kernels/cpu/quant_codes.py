@@ -52,18 +52,20 @@ def pack_codes(codes: Tensor, bits: int) -> Codes:
     )
     shifts = 4 * torch.arange(CODES_PER_WORD).view(2, CODES_PER_WORD // 2)
     words = (digits.to(torch.int64) << shifts).sum(dim=(4, 5))
-    return words.to(torch.int32).contiguous().flatten().numpy()
+    flat: Codes = words.to(torch.int32).contiguous().flatten().numpy()
+    return flat
 
 
 def unpack_codes(packed: Codes, num_in: int) -> npt.NDArray[np.int8]:
     """Returns the codes, int8 [out, in]."""
     if packed.dtype == np.int8:
         pairs = packed.reshape(-1, num_in // 2, VECTORS, 2, LANES)
-        return pairs.transpose(0, 2, 4, 1, 3).reshape(-1, num_in).astype(np.int8)
+        return pairs.transpose(0, 2, 4, 1, 3).reshape(-1, num_in).view(np.int8)
     words = packed.reshape(-1, num_in // CODES_PER_WORD, VECTORS, LANES)
     shifts = np.array([16 * (i % 2) + 4 * (i // 2) for i in range(CODES_PER_WORD)])
     digits = (words[..., None] >> shifts) & 15
-    return (digits + SMALLEST).transpose(0, 2, 3, 1, 4).reshape(-1, num_in).astype(np.int8)
+    codes: npt.NDArray[np.int8] = (digits + SMALLEST).astype(np.int8)
+    return codes.transpose(0, 2, 3, 1, 4).reshape(-1, num_in)
 
 
 def multiply_codes(

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numba import njit, prange, types
+from numba.core.types import containers
 from torch import Tensor
 from torch.nn import functional
 
@@ -52,10 +53,10 @@ class QuantWeight(NamedTuple):
 
 
 def pack_quantized(
-    codes: Tensor, scales: Tensor, offsets: Tensor | None, bias: Tensor | None, *, bits: int
+    codes: Tensor, scales: Tensor, offsets: Tensor, bias: Tensor | None, *, bits: int
 ) -> QuantWeight:
-    """codes int8 [out, in], scales and offsets [out, groups], bias [out]. A group has in / groups
-    inputs, rounded up to a multiple of 8."""
+    """codes int8 [out, in], scales [out, groups], offsets [out, groups], or [out, 0] if all are
+    zero, bias [out]. A group has in / groups inputs; if it is alone, any number."""
     num_out, num_in = codes.shape
     num_groups = scales.shape[1]
     group = -(-num_in // num_groups // 8) * 8 if num_groups == 1 else num_in // num_groups
@@ -63,15 +64,15 @@ def pack_quantized(
     padded = functional.pad(codes, (0, group * num_groups - num_in, 0, rows))
 
     def by_block(values: Tensor) -> Float32s:
-        whole = functional.pad(values.float(), (0, 0, 0, rows)).view(-1, OUTPUTS, num_groups)
+        padded = functional.pad(values.float(), (0, 0, 0, rows))
+        whole = padded.unflatten(0, (len(padded) // OUTPUTS, OUTPUTS))
         flat: Float32s = whole.transpose(1, 2).contiguous().flatten().numpy()
         return flat
 
-    none = np.empty(0, np.float32)
     return QuantWeight(
         pack_codes(padded, bits),
         by_block(scales),
-        none if offsets is None else by_block(offsets),
+        by_block(offsets),
         (torch.zeros(num_out) if bias is None else bias.float()).numpy(),
         num_in,
         group,
@@ -114,7 +115,7 @@ def compile_quant_linear(dtype: torch.dtype, num_workers: int = 1, *, bits: int)
     codes = types.Array(types.int8 if bits == 8 else types.int32, 1, "C")
     product = _multiply_alone if num_workers == 1 else _multiply
     fields = (codes, flat, flat, flat, types.int64, types.int64)
-    weight = types.NamedTuple(fields, QuantWeight)
+    weight = containers.NamedTuple(fields, QuantWeight)
     compile_ahead(product, rows, weight, rows, types.int64)
 
 

@@ -28,11 +28,11 @@ def drawn(
     num_out, num_in, num_groups = shape
     codes = torch.randint(*RANGES[bits], (num_out, num_in), generator=generator, dtype=torch.int8)
     scales = torch.rand((num_out, num_groups), generator=generator)
-    offsets = torch.randn((num_out, num_groups), generator=generator) if has_offsets else None
+    offsets = torch.randn((num_out, num_groups if has_offsets else 0), generator=generator)
     bias = torch.randn(num_out, generator=generator)
     packed = pack_quantized(codes, scales, offsets, bias, bits=bits)
     values = codes * scales.repeat_interleave(num_in // num_groups, dim=1)
-    if offsets is not None:
+    if has_offsets:
         values += offsets.repeat_interleave(num_in // num_groups, dim=1)
     return packed, values
 

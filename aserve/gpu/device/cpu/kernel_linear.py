@@ -95,19 +95,20 @@ class QuantLinear:
         """weight [out, in], of any floating dtype; bias [out], in the model's dtype."""
         round_part = rounded_to_8_bits if bits == 8 else rounded_to_4_bits
         parts = [round_part(weight[at : at + PART].float()) for at in range(0, len(weight), PART)]
-        codes, scales, *offsets = (torch.cat(values) for values in zip(*parts, strict=True))
+        codes, scales, offsets = (torch.cat(values) for values in zip(*parts, strict=True))
         self._num_workers = num_workers
-        self._weight = pack_quantized(codes, scales, *(offsets or [None]), bias, bits=bits)
+        self._weight = pack_quantized(codes, scales, offsets, bias, bits=bits)
 
     def __call__(self, x: Tensor, /) -> Tensor:
         return quant_linear(x, self._weight, num_workers=self._num_workers)
 
 
-def rounded_to_8_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight float32 [out, in] -> codes int8 [out, in] and scales [out, 1], max|w| / 127."""
+def rounded_to_8_bits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """weight float32 [out, in] -> codes int8 [out, in], scales [out, 1], max|w| / 127, and no
+    offsets [out, 0]."""
     largest = weight.abs().amax(dim=1, keepdim=True)
     scales = torch.where(largest > 0, largest / INT8_MAX, 1)
-    return (weight / scales).round_().to(torch.int8), scales
+    return (weight / scales).round_().to(torch.int8), scales, scales[:, :0]
 
 
 def rounded_to_4_bits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
