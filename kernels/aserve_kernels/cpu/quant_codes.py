@@ -13,6 +13,7 @@ The plain functions run with NUMBA_DISABLE_JIT=1; compiled code takes the overlo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -69,45 +70,50 @@ def unpack_codes(packed: Codes, num_in: int) -> npt.NDArray[np.int8]:
 
 
 def multiply_codes(
-    x: Floats,
-    codes: Codes,
-    scales: Float32s,
-    offsets: Float32s,
-    sums: Float32s,
-    out: Float32s,
-    num_rows: int,
-    size: int,
+    x: Floats, codes: Codes, factors: Float32s, sums: Float32s, out: Float32s, size: int
 ) -> None:
     """Adds the products of 1 to `size` contiguous rows with a block of outputs to a tile.
 
-    codes, scales and offsets are those of the block; without offsets they and `sums` are empty,
-    else sums [rows, groups] has the sum of each group of x. out [rows, 32]. `size` is a literal,
-    and num_rows at most as large. All arrays are flat.
+    codes are those of the block, and factors [groups, 1 or 2, 32] its scales and offsets. Without
+    offsets `sums` is empty, else sums [rows, groups] has the sum of each group of x. out
+    [rows, 32], at most `size` rows, which is a literal. All arrays are flat.
     """
-    num_groups = len(scales) // OUTPUTS
+    num_rows = len(out) // OUTPUTS
+    by_group = factors.reshape(-1, 2 if len(sums) else 1, OUTPUTS)
+    num_groups = len(by_group)
     num_in = len(codes) * (1 if codes.dtype == np.int8 else CODES_PER_WORD) // OUTPUTS
     weights = unpack_codes(codes, num_in).astype(np.float32).reshape(OUTPUTS, num_groups, -1)
     row = np.empty(num_in, np.float32)
     for number in range(num_rows):
         widen(x[number * num_in : (number + 1) * num_in], row)
-        products = (weights * row.reshape(num_groups, -1)).sum(axis=2) * scales.reshape(
-            -1, OUTPUTS
-        ).T
+        products = (weights * row.reshape(num_groups, -1)).sum(axis=2)
         tile = out[number * OUTPUTS : (number + 1) * OUTPUTS]
-        tile += products.sum(axis=1)
-        if len(offsets):
-            own = sums[number * num_groups : (number + 1) * num_groups]
-            tile += offsets.reshape(-1, OUTPUTS).T @ own
+        tile += (products * by_group[:, 0].T).sum(axis=1)
+        if len(sums):
+            tile += by_group[:, 1].T @ sums[number * num_groups : (number + 1) * num_groups]
 
 
-def decode_group(codes: Codes, scales: Float32s, offsets: Float32s, target: Floats) -> None:
+def decode_group(codes: Codes, factors: Float32s, target: Floats) -> None:
     """Writes the weights of a group and block as gemm packs them, rounded to the dtype of `target`.
-    scales and offsets [32]."""
+    factors [64] has the scales and the offsets."""
     num_in = len(target) // OUTPUTS
-    weights = unpack_codes(codes, num_in) * scales[:, None] + offsets[:, None]  # [32, in]
+    scales, offsets = factors[:OUTPUTS, None], factors[OUTPUTS:, None]
+    weights = unpack_codes(codes, num_in) * scales + offsets  # [32, in]
     pair = 2 if target.dtype == np.uint16 else 1
     by_pair = weights.reshape(OUTPUTS, num_in // pair, pair).transpose(1, 0, 2)
     narrow(np.ascontiguousarray(by_pair, np.float32).reshape(-1), target)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """The rows of a tile: their numbers, where their inputs and results are, and the variables of
+    each vector of outputs: its total, and the sums of the products of a group."""
+
+    rows: list[Any]
+    sources: list[Any]
+    targets: list[Any]
+    totals: list[list[Any]]
+    chains: list[list[list[Any]]]
 
 
 class _Decoder(TileEmitter):
@@ -122,8 +128,9 @@ class _Decoder(TileEmitter):
         self._has_pairs = is_paired and HAS_AVX512_BF16  # bfloat16 has the codes exactly
         self.num_pairs = 1 if bits == 8 else CODES_PER_WORD // 2  # of inputs, in a step
 
-    def chains(self, count: int) -> list[Any]:
+    def _chains(self) -> list[Any]:
         zero = ir.Constant(FLOAT32X16, [0.0] * LANES)
+        count = NUM_SUMS[self._bits]
         return [cgutils.alloca_once_value(self._builder, zero) for _ in range(count)]
 
     def step(self, codes: Any, step: Any) -> Iterator[list[Any]]:
@@ -165,12 +172,12 @@ class _Decoder(TileEmitter):
                     total = self._fma(value, half, total)
             builder.store(total, chain)
 
-    def write_pair(self, operands: Any, scales: Any, offsets: Any, target: Any, at: Any) -> None:
+    def write_pair(self, operands: Any, factors: Any, target: Any, at: Any) -> None:
         """Writes scale * code + offset of pair number `at` as gemm packs weights."""
         builder = self._builder
         first = builder.mul(at, INDEX(VECTORS if self._is_paired else 2 * VECTORS))
         for number, halves in enumerate(operands):
-            scale, offset = self._load(scales, number), self._load(offsets, number)
+            scale, offset = (self._load(factors, i) for i in (number, VECTORS + number))
             wide = [self._fma(half, scale, offset) for half in halves]
             places = [number] if self._is_paired else [number, VECTORS + number]
             for place, value in zip(places, self._narrowed(wide), strict=True):
@@ -234,34 +241,55 @@ class _Decoder(TileEmitter):
         permute = cgutils.get_or_insert_function(builder.module, kind, PERMUTE)
         return builder.bitcast(builder.call(permute, [table, indices]), INT32X16)
 
-    def variables(self, rows: list[Any], out: Any) -> list[list[Any]]:
-        """Returns the vectors of these rows of `out`, as variables."""
+    def tile(self, rows: list[Any], inputs: Any, stride: Any, out: Any) -> _Tile:
+        """Returns the variables of a tile: `rows` of x, `stride` scalars each, and of `out`."""
         builder = self._builder
-        starts = [builder.gep(out, [builder.mul(row, INDEX(VECTORS))]) for row in rows]
-        return [
-            [cgutils.alloca_once_value(builder, self._load(start, i)) for i in range(VECTORS)]
-            for start in starts
-        ]
+        targets = [builder.gep(out, [builder.mul(row, INDEX(VECTORS))]) for row in rows]
+        return _Tile(
+            rows,
+            sources=[builder.gep(inputs, [builder.mul(row, stride)]) for row in rows],
+            targets=targets,
+            totals=[
+                [cgutils.alloca_once_value(builder, self._load(target, i)) for i in range(VECTORS)]
+                for target in targets
+            ],
+            chains=[[self._chains() for _ in range(VECTORS)] for _ in rows],
+        )
 
-    def finish_group(self, total: Any, chains: list[Any], scale: Any) -> None:
-        """Adds the scaled sum of the chains to a variable, and makes the chains zero again."""
+    def add_step(self, tile: _Tile, codes: Any, step: Any) -> None:
+        """Adds the products of a step to the chains."""
         builder = self._builder
-        whole = builder.load(chains[0])
-        for chain in chains[1:]:
-            whole = builder.fadd(whole, builder.load(chain))
-        builder.store(self._fma(whole, scale, builder.load(total)), total)
-        for chain in chains:
-            builder.store(ir.Constant(FLOAT32X16, [0.0] * LANES), chain)
+        for pair, operands in enumerate(self.step(codes, step)):
+            at = builder.add(builder.mul(step, INDEX(self.num_pairs)), INDEX(pair))
+            for row_chains, source in zip(tile.chains, tile.sources, strict=True):
+                own = [chains[pair % len(chains)] for chains in row_chains]
+                self.add_pair(own, source, at, operands)
 
-    def add_offset(self, total: Any, value: Any, offset: Any) -> None:
-        self._builder.store(self._fma(value, offset, self._builder.load(total)), total)
+    def finish_group(self, tile: _Tile, scales: Any) -> None:
+        """Adds the scaled sums of a group to the totals, and makes the chains zero again."""
+        builder, zero = self._builder, ir.Constant(FLOAT32X16, [0.0] * LANES)
+        for number in range(VECTORS):
+            scale = self._load(scales, number)
+            for totals, row_chains in zip(tile.totals, tile.chains, strict=True):
+                first, *others = row_chains[number]
+                whole = builder.load(first)
+                for chain in others:
+                    whole = builder.fadd(whole, builder.load(chain))
+                total = totals[number]
+                builder.store(self._fma(whole, scale, builder.load(total)), total)
+                for chain in row_chains[number]:
+                    builder.store(zero, chain)
 
-    def vector_at(self, first: Any, number: Any) -> Any:
-        return self._builder.load(self._builder.gep(first, [number]), align=4)
-
-    def splat_float(self, first: Any, number: Any) -> Any:
-        value = self._builder.load(self._builder.gep(first, [number]), align=4)
-        return self._builder.bitcast(self._splat(value), FLOAT32X16)
+    def add_offsets(self, tile: _Tile, offsets: Any, sums: Any, group: Any, count: Any) -> None:
+        """Adds the offsets of a group, one of `count`, times the sums of its inputs."""
+        builder = self._builder
+        for row, totals in zip(tile.rows, tile.totals, strict=True):
+            at = builder.add(builder.mul(row, count), group)
+            value = builder.load(builder.gep(sums, [at]), align=4)
+            wide = builder.bitcast(self._splat(value), FLOAT32X16)
+            for number, total in enumerate(totals):
+                product = self._fma(wide, self._load(offsets, number), builder.load(total))
+                builder.store(product, total)
 
 
 def _pointer(context: Any, builder: Any, kind: Any, value: Any, element: ir.Type) -> Any:
@@ -282,104 +310,78 @@ def _num_steps(context: Any, builder: Any, codes: Any, value: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def _multiply_codes(
-    typing: Any,
-    x: Any,
-    codes: Any,
-    scales: Any,
-    offsets: Any,
-    sums: Any,
-    out: Any,
-    num_rows: Any,
-    size: Any,
+    typing: Any, x: Any, codes: Any, factors: Any, sums: Any, out: Any, size: Any
 ) -> Intrinsic | None:
     if not isinstance(size, types.IntegerLiteral):
         return None
     bits = 8 if codes.dtype == types.int8 else 4
     is_paired = x.dtype == types.uint16
-    arrays = (x, codes, scales, offsets, sums, out)
+    arrays = (x, codes, factors, sums, out)
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        tile = _Decoder(builder, is_paired, bits)
-        kinds = (tile.scalar, ir.IntType(8), FLOAT32X16, FLOAT32X16, tile.scalar, FLOAT32X16)
-        inputs, packed, factors, added, group_sums, target = (
+        decoder = _Decoder(builder, is_paired, bits)
+        kinds = (decoder.scalar, ir.IntType(8), FLOAT32X16, decoder.scalar, FLOAT32X16)
+        inputs, packed, first_factor, group_sums, target = (
             _pointer(context, builder, array, arg, kind)
             for array, arg, kind in zip(arrays, args, kinds, strict=False)
         )
         num_steps = _num_steps(context, builder, codes, args[1])
-        num_groups = builder.udiv(_length(context, builder, scales, args[2]), INDEX(OUTPUTS))
-        num_offsets = _length(context, builder, offsets, args[3])
-        per_group = builder.udiv(num_steps, num_groups)
-        per_row = builder.mul(num_steps, INDEX(tile.num_pairs if is_paired else 2 * tile.num_pairs))
-        last = builder.sub(args[6], INDEX(1))
+        has_offsets = builder.icmp_unsigned(">", _length(context, builder, sums, args[3]), INDEX(0))
+        per_group = builder.select(has_offsets, INDEX(2 * VECTORS), INDEX(VECTORS))
+        num_vectors = builder.udiv(_length(context, builder, factors, args[2]), INDEX(LANES))
+        num_groups = builder.udiv(num_vectors, per_group)
+        steps = builder.udiv(num_steps, num_groups)  # of a group
+        stride = builder.mul(num_steps, INDEX(decoder.num_pairs * (1 if is_paired else 2)))
+        num_rows = builder.udiv(_length(context, builder, out, args[4]), INDEX(OUTPUTS))
+        last = builder.sub(num_rows, INDEX(1))
         # Missing rows repeat the last one: it is computed and stored again.
         rows = [minimum(builder, INDEX(row), last) for row in range(size.literal_value)]
-        sources = [builder.gep(inputs, [builder.mul(row, per_row)]) for row in rows]
-        totals = tile.variables(rows, target)
-        chains = [[tile.chains(NUM_SUMS[bits]) for _ in range(VECTORS)] for _ in rows]
+        tile = decoder.tile(rows, inputs, stride, target)
         with cgutils.for_range(builder, num_groups, intp=INDEX) as groups:
-            first = builder.mul(groups.index, per_group)
-            with cgutils.for_range(builder, per_group, intp=INDEX) as loop:
-                step = builder.add(first, loop.index)
-                for pair, operands in enumerate(tile.step(packed, step)):
-                    at = builder.add(builder.mul(step, INDEX(tile.num_pairs)), INDEX(pair))
-                    for row_chains, source in zip(chains, sources, strict=True):
-                        own = [vector[pair % NUM_SUMS[bits]] for vector in row_chains]
-                        tile.add_pair(own, source, at, operands)
-            places = [
-                builder.add(builder.mul(groups.index, INDEX(VECTORS)), INDEX(i))
-                for i in range(VECTORS)
-            ]
-            for number, place in enumerate(places):
-                scale = tile.vector_at(factors, place)
-                for row_totals, row_chains in zip(totals, chains, strict=True):
-                    tile.finish_group(row_totals[number], row_chains[number], scale)
-            with builder.if_then(builder.icmp_unsigned(">", num_offsets, INDEX(0))):
-                for row, row_totals in zip(rows, totals, strict=True):
-                    at = builder.add(builder.mul(row, num_groups), groups.index)
-                    value = tile.splat_float(group_sums, at)
-                    for total, place in zip(row_totals, places, strict=True):
-                        tile.add_offset(total, value, tile.vector_at(added, place))
-        for row, row_totals in zip(rows, totals, strict=True):
-            tile.store(row_totals, builder.gep(target, [builder.mul(row, INDEX(VECTORS))]))
+            first = builder.mul(groups.index, steps)
+            with cgutils.for_range(builder, steps, intp=INDEX) as loop:
+                decoder.add_step(tile, packed, builder.add(first, loop.index))
+            scales = builder.gep(first_factor, [builder.mul(groups.index, per_group)])
+            decoder.finish_group(tile, scales)
+            with builder.if_then(has_offsets):
+                offsets = builder.gep(scales, [INDEX(VECTORS)])
+                decoder.add_offsets(tile, offsets, group_sums, groups.index, num_groups)
+        for row_target, totals in zip(tile.targets, tile.totals, strict=True):
+            decoder.store(totals, row_target)
         return context.get_dummy_value()
 
-    return types.void(*arrays, types.intp, size), emit
+    return types.void(*arrays, size), emit
 
 
 @intrinsic
-def _decode_group(typing: Any, codes: Any, scales: Any, offsets: Any, target: Any) -> Intrinsic:
+def _decode_group(typing: Any, codes: Any, factors: Any, target: Any) -> Intrinsic:
     bits = 8 if codes.dtype == types.int8 else 4
     is_paired = target.dtype == types.uint16
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        tile = _Decoder(builder, is_paired, bits)
+        decoder = _Decoder(builder, is_paired, bits)
         packed = _pointer(context, builder, codes, args[0], ir.IntType(8))
-        factors, added = (
-            _pointer(context, builder, kind, arg, FLOAT32X16)
-            for kind, arg in ((scales, args[1]), (offsets, args[2]))
-        )
-        written = _pointer(context, builder, target, args[3], tile.vector)
+        scales = _pointer(context, builder, factors, args[1], FLOAT32X16)
+        written = _pointer(context, builder, target, args[2], decoder.vector)
         num_steps = _num_steps(context, builder, codes, args[0])
         with cgutils.for_range(builder, num_steps, intp=INDEX) as loop:
-            for pair, operands in enumerate(tile.floats(packed, loop.index)):
-                at = builder.add(builder.mul(loop.index, INDEX(tile.num_pairs)), INDEX(pair))
-                tile.write_pair(operands, factors, added, written, at)
+            for pair, operands in enumerate(decoder.floats(packed, loop.index)):
+                at = builder.add(builder.mul(loop.index, INDEX(decoder.num_pairs)), INDEX(pair))
+                decoder.write_pair(operands, scales, written, at)
         return context.get_dummy_value()
 
-    return types.void(codes, scales, offsets, target), emit
+    return types.void(codes, factors, target), emit
 
 
 @overload(multiply_codes, strict=False, prefer_literal=True)
 def _overload_multiply_codes(
-    x: Any, codes: Any, scales: Any, offsets: Any, sums: Any, out: Any, num_rows: Any, size: Any
+    x: Any, codes: Any, factors: Any, sums: Any, out: Any, size: Any
 ) -> Callable[..., None]:
-    return lambda x, codes, scales, offsets, sums, out, num_rows, size: _multiply_codes(
-        x, codes, scales, offsets, sums, out, num_rows, size
+    return lambda x, codes, factors, sums, out, size: _multiply_codes(
+        x, codes, factors, sums, out, size
     )
 
 
 @overload(decode_group, strict=False)
-def _overload_decode_group(
-    codes: Any, scales: Any, offsets: Any, target: Any
-) -> Callable[..., None]:
-    return lambda codes, scales, offsets, target: _decode_group(codes, scales, offsets, target)
+def _overload_decode_group(codes: Any, factors: Any, target: Any) -> Callable[..., None]:
+    return lambda codes, factors, target: _decode_group(codes, factors, target)

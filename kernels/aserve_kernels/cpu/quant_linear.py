@@ -41,11 +41,11 @@ class QuantWeight(NamedTuple):
     """A packed weight. Outputs are padded to whole blocks, and inputs to whole groups, by zeros."""
 
     codes: Codes
-    scales: Float32s  # [blocks * groups * 32]
-    offsets: Float32s  # the same, or [0] if all are zero
+    factors: Float32s  # [blocks * groups * 1 or 2 * 32]: scales, and offsets unless all are zero
     bias: Float32s  # [out], zeros for no bias
     num_in: int  # of the layer
     group: int  # inputs that share a scale
+    per_group: int  # 2 with offsets, else 1
 
     @property
     def num_groups(self) -> int:
@@ -63,19 +63,15 @@ def pack_quantized(
     rows = -num_out // OUTPUTS * -OUTPUTS - num_out
     padded = functional.pad(codes, (0, group * num_groups - num_in, 0, rows))
 
-    def by_block(values: Tensor) -> Float32s:
-        padded = functional.pad(values.float(), (0, 0, 0, rows))
-        whole = padded.unflatten(0, (len(padded) // OUTPUTS, OUTPUTS))
-        flat: Float32s = whole.transpose(1, 2).contiguous().flatten().numpy()
-        return flat
-
+    both = torch.stack([scales, offsets] if offsets.numel() else [scales], dim=2).float()
+    blocks = functional.pad(both, (0, 0, 0, 0, 0, rows)).unflatten(0, (-1, OUTPUTS))
     return QuantWeight(
         pack_codes(padded, bits),
-        by_block(scales),
-        by_block(offsets),
+        blocks.permute(0, 2, 3, 1).contiguous().flatten().numpy(),
         (torch.zeros(num_out) if bias is None else bias.float()).numpy(),
         num_in,
         group,
+        both.shape[2],
     )
 
 
@@ -93,13 +89,13 @@ def dequantized(weight: QuantWeight) -> Tensor:
     """Returns the weight as float32 [out, in]."""
     num_in = weight.group * weight.num_groups
 
-    def by_output(values: Float32s) -> Tensor:
-        blocks = torch.from_numpy(values).view(-1, weight.num_groups, OUTPUTS)
-        return blocks.transpose(1, 2).flatten(0, 1).repeat_interleave(weight.group, dim=1)
-
-    whole = torch.from_numpy(unpack_codes(weight.codes, num_in)) * by_output(weight.scales)
-    if len(weight.offsets):
-        whole += by_output(weight.offsets)
+    by_block = torch.from_numpy(weight.factors).view(
+        -1, weight.num_groups, weight.per_group, OUTPUTS
+    )
+    factors = by_block.permute(2, 0, 3, 1).flatten(1, 2).repeat_interleave(weight.group, dim=2)
+    whole = torch.from_numpy(unpack_codes(weight.codes, num_in)) * factors[0]
+    if weight.per_group == 2:
+        whole += factors[1]
     return whole[: len(weight.bias), : weight.num_in]
 
 
@@ -114,7 +110,7 @@ def compile_quant_linear(dtype: torch.dtype, num_workers: int = 1, *, bits: int)
     rows, flat = types.Array(floats, 2, "C"), types.Array(types.float32, 1, "C")
     codes = types.Array(types.int8 if bits == 8 else types.int32, 1, "C")
     product = _multiply_alone if num_workers == 1 else _multiply
-    fields = (codes, flat, flat, flat, types.int64, types.int64)
+    fields = (codes, flat, flat, types.int64, types.int64, types.int64)
     weight = containers.NamedTuple(fields, QuantWeight)
     compile_ahead(product, rows, weight, rows, types.int64)
 
@@ -143,9 +139,9 @@ def _multiply_share(
         for output in range(first, last, OUTPUTS):
             _multiply_decoded(x, weight, out, output, weights, wide)
         return
-    sums = np.zeros((num_rows, num_in // weight.group), np.float32)
-    if len(weight.offsets):
-        _sum_groups(x, weight.group, sums)
+    num_groups = num_in // weight.group if weight.per_group == 2 else 0
+    sums = np.empty((num_rows, num_groups), np.float32)
+    _sum_groups(x, weight.group, sums)
     tile = np.empty(num_rows * OUTPUTS, np.float32)
     for output in range(first, last, OUTPUTS):
         _multiply_block(x, weight, out, output, sums, tile)
@@ -153,7 +149,7 @@ def _multiply_share(
 
 @njit(nogil=True)
 def _sum_groups(x: Floats, group: int, sums: Float32s) -> None:
-    """Adds each row's groups up, to sums [rows, groups]."""
+    """Writes the sums of each row's groups to sums [rows, groups]."""
     for row in range(x.shape[0]):
         for number in range(sums.shape[1]):
             total = np.float32(0)
@@ -175,21 +171,21 @@ def _multiply_block(
     for row in range(num_rows):
         for i in range(size):
             tile[row * OUTPUTS + i] = weight.bias[output + i]
-    per_block = len(weight.codes) // (len(weight.scales) // (OUTPUTS * num_groups))
-    block = output // OUTPUTS
-    codes = weight.codes[block * per_block : (block + 1) * per_block]
-    own = slice(output * num_groups, (output + OUTPUTS) * num_groups)
-    scales, offsets = weight.scales[own], weight.offsets[own]
+    block, per_row = output // OUTPUTS, sums.shape[1]
+    num_factors = num_groups * weight.per_group * OUTPUTS
+    factors = weight.factors[block * num_factors : (block + 1) * num_factors]
+    size_of_block = len(weight.codes) // (len(weight.factors) // num_factors)
+    codes = weight.codes[block * size_of_block : (block + 1) * size_of_block]
     for row in range(0, num_rows, MOST_AT_ONCE):
-        rows, target = inputs[row * num_in :], tile[row * OUTPUTS :]
-        added, rest = group_sums[row * num_groups :], num_rows - row
-        if rest > 2:
-            most = min(rest, MOST_AT_ONCE)
-            multiply_codes(rows, codes, scales, offsets, added, target, most, MOST_AT_ONCE)
-        elif rest == 2:
-            multiply_codes(rows, codes, scales, offsets, added, target, rest, 2)
+        end = min(num_rows, row + MOST_AT_ONCE)
+        rows, added = inputs[row * num_in :], group_sums[row * per_row :]
+        target = tile[row * OUTPUTS : end * OUTPUTS]
+        if end - row > 2:
+            multiply_codes(rows, codes, factors, added, target, MOST_AT_ONCE)
+        elif end - row == 2:
+            multiply_codes(rows, codes, factors, added, target, 2)
         else:
-            multiply_codes(rows, codes, scales, offsets, added, target, rest, 1)
+            multiply_codes(rows, codes, factors, added, target, 1)
     for row in range(num_rows):
         start = row * out.shape[1] + output
         narrow(tile[row * OUTPUTS : row * OUTPUTS + size], results[start : start + size])
@@ -204,17 +200,17 @@ def _multiply_decoded(
     num_rows, num_in = x.shape
     group, num_groups = weight.group, num_in // weight.group
     size = min(OUTPUTS, out.shape[1] - output)
-    per_group = len(weight.codes) // (len(weight.scales) // OUTPUTS)
     flat, results = wide.reshape(-1), out.reshape(-1)
+    per_group = len(weight.codes) // (len(weight.factors) // (weight.per_group * OUTPUTS))
+    factors = flat[: 2 * OUTPUTS]  # scratch
+    factors[:] = 0
     for number in range(num_groups):
         at = output // OUTPUTS * num_groups + number
-        scales = weight.scales[at * OUTPUTS : (at + 1) * OUTPUTS]
-        added = flat[:OUTPUTS]
-        added[:] = 0
-        if len(weight.offsets):
-            added = weight.offsets[at * OUTPUTS : (at + 1) * OUTPUTS]
+        first = at * weight.per_group * OUTPUTS
+        for i in range(weight.per_group * OUTPUTS):
+            factors[i] = weight.factors[first + i]
         target = weights[number * group * OUTPUTS : (number + 1) * group * OUTPUTS]
-        decode_group(weight.codes[at * per_group : (at + 1) * per_group], scales, added, target)
+        decode_group(weight.codes[at * per_group : (at + 1) * per_group], factors, target)
     for start in range(0, num_rows, len(wide)):
         rows = min(len(wide), num_rows - start)
         multiply_blocks(x[start : start + rows], weights, NO_BIAS, wide[:rows], 0, OUTPUTS)
