@@ -172,8 +172,7 @@ def build_on(
     if options.experts is not None:
         options.experts.place_experts(model)
     live_loader = LiveLoader(model, loras, model_reader(loader, plan))
-    if options.data_parallel:
-        model = JointDecoder(model, options.ranks)
+    model = JointDecoder(model, options.ranks) if options.data_parallel else model
     about = f"{code.name} code ({code.why}), {'random weights, ' * is_dummy}{form.about}"
     drafter = None
     mode = mode or diffusion_mode(
@@ -199,8 +198,10 @@ def build_on(
     if mode is None and options.decode == PLAIN:
         mode = Predicted(None, ops.suffix_match)
     mode = options.pipeline.mode_of(mode or MODES[options.decode](), model)
-    max_mixed_prefill_tokens = options.max_mixed_prefill_tokens or form.max_mixed_prefill_tokens
-    options = dataclasses.replace(options, max_mixed_prefill_tokens=max_mixed_prefill_tokens)
+    options = dataclasses.replace(
+        options,
+        max_mixed_prefill_tokens=options.max_mixed_prefill_tokens or form.max_mixed_prefill_tokens,
+    )
     return assemble(
         model, mode, device, options, about=about, drafter=drafter, live_loader=live_loader
     )
@@ -552,11 +553,7 @@ def _layout(parts: _Parts, group: LayerGroup, kv_dtype: torch.dtype) -> GroupLay
     draft_dtype = kv_dtype_of(parts.options.kv_dtype, parts.drafter.dtype)
     per_token = sum(
         own.layout(draft_dtype.itemsize).bytes_per_token
-        for own in parts.draft_groups
-        if own.window == group.window
-    )
-    per_token += sum(
-        index_bytes_per_token(own, parts.drafter.dtype)
+        + index_bytes_per_token(own, parts.drafter.dtype)
         for own in parts.draft_groups
         if own.window == group.window
     )
