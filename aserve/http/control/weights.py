@@ -39,7 +39,10 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 # Ways of SGLang to move weights, and what to use instead.
 FILES = "write a safetensors file, in /dev/shm for example, and use /update_weights_from_tensor."
+WHOLE = "each update is whole or not at all; send 'keep_pause' with all but the last of several."
 ELSEWHERE = {
+    "/begin_weight_update": WHOLE,
+    "/end_weight_update": WHOLE,
     "/update_weights_from_distributed": FILES,
     "/update_weights_from_ipc": FILES,
     "/init_weights_update_group": FILES,
