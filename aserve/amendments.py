@@ -12,8 +12,9 @@ from collections.abc import Callable
 import msgspec
 
 from aserve.errors import EngineDead
+from aserve.messages.changes import Amend
 from aserve.messages.output import Amended
-from aserve.messages.requests import AdmitRequest, Amend, GenerateRequest, SamplingParams
+from aserve.messages.requests import AdmitRequest, GenerateRequest, SamplingParams
 
 ANSWER_S = 10.0  # an engine that is being started again has lost the question
 

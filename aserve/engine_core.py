@@ -30,9 +30,10 @@ from aserve.grammar.matching import constrain
 from aserve.grammar.workers import CompileLimits
 from aserve.host.threads import in_thread
 from aserve.measure_steps import warm_up
+from aserve.messages.changes import EngineJob
 from aserve.messages.executor import EngineSpec, Executor, SchedulerEvent
 from aserve.messages.output import DetokenizerEvent
-from aserve.messages.requests import EngineEvent, EngineJob
+from aserve.messages.requests import EngineEvent
 from aserve.messages.results import StepTimes
 from aserve.observability.recording import Recorder
 from aserve.observability.reports import EngineReport, TickReporter

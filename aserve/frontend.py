@@ -22,8 +22,9 @@ from aserve.http.state import ServerState
 from aserve.http.tokenize_service import TokenizeService
 from aserve.load import Loaded, vocabulary_of
 from aserve.messages.base import ServerPhase
+from aserve.messages.changes import Amend
 from aserve.messages.output import DetokenizerEvent, OutputChunk
-from aserve.messages.requests import Amend, Cancel, GenerateRequest, TokenizerEvent
+from aserve.messages.requests import Cancel, GenerateRequest, TokenizerEvent
 from aserve.observability.metrics import Metrics
 from aserve.observability.reports import EngineReport
 from aserve.observability.request_log import request_log_of

@@ -16,8 +16,9 @@ from aserve.amendments import Amendments, amended
 from aserve.channel import yield_to_loop
 from aserve.errors import ErrorInfo, ExpectedWait, InvalidRequest, QueueFull
 from aserve.messages.base import num_values
+from aserve.messages.changes import Amend
 from aserve.messages.output import OutputChunk, failed_chunk
-from aserve.messages.requests import Amend, Cancel, GenerateRequest
+from aserve.messages.requests import Cancel, GenerateRequest
 from aserve.unread import MAX_UNREAD_BYTES, Unread, UnreadAnswer
 
 

@@ -9,9 +9,10 @@ import msgspec
 
 from aserve.errors import ErrorInfo
 from aserve.messages.base import array_i32
+from aserve.messages.changes import Amend
 from aserve.messages.executor import EngineSpec
 from aserve.messages.output import Retired, SequenceOutput
-from aserve.messages.requests import AdmitRequest, Amend, Cancel
+from aserve.messages.requests import AdmitRequest, Cancel
 from aserve.messages.results import PromptLogprobs, RowLogprobs
 from tests.fakes.toy_device import (
     TRANSFER_ERROR,

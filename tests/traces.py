@@ -16,9 +16,10 @@ import msgspec
 from aserve.channel import Codec
 from aserve.errors import AserveError, StepError
 from aserve.messages.base import CancelReason
+from aserve.messages.changes import Amend
 from aserve.messages.executor import EngineSpec, SchedulerEffect, SchedulerEvent
 from aserve.messages.output import Amended, Refused, Retired, StepOutput
-from aserve.messages.requests import AdmitRequest, Amend, Cancel
+from aserve.messages.requests import AdmitRequest, Cancel
 from aserve.messages.results import BuildMask, MaskReady, StepTimes
 from aserve.messages.step import Launch, Resync, Sample
 from aserve.messages.transfers import (

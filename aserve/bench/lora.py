@@ -28,7 +28,8 @@ from aserve.gpu.models.config.model import ModelConfig
 from aserve.gpu.models.load import NativeLoader, make_loader
 from aserve.host.threads import new_event_loop
 from aserve.load import find_model, load
-from aserve.messages.requests import AdmitRequest, LoadLora
+from aserve.messages.changes import LoadLora
+from aserve.messages.requests import AdmitRequest
 
 TITLE = "LoRA adapters in one batch"
 

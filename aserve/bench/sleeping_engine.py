@@ -22,8 +22,8 @@ from aserve.errors import BugError, ErrorInfo, InvalidRequest
 from aserve.gpu.step.ticket import StepTicket
 from aserve.host.threads import SWITCH_INTERVAL_S, Worker
 from aserve.messages.base import array_i32, pack_i32
+from aserve.messages.changes import EngineJob
 from aserve.messages.executor import EngineSpec
-from aserve.messages.requests import EngineJob
 from aserve.messages.results import StepResult
 from aserve.messages.step import Resync, Sample, ScheduleBatch
 from aserve.processes.engine import main

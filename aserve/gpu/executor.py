@@ -70,8 +70,8 @@ from aserve.gpu.transfer.pinned import PinnedSlot, PinnedSlots
 from aserve.gpu.transfer.staging import DeviceArrays, HostArrays
 from aserve.gpu.waiter import Landing
 from aserve.messages.base import ArrayI32, array_i32, num_values
+from aserve.messages.changes import EngineJob
 from aserve.messages.executor import EngineSpec
-from aserve.messages.requests import EngineJob
 from aserve.messages.results import SeqLens, StepResult
 from aserve.messages.step import Resync, Sample, ScheduleBatch
 

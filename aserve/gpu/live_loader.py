@@ -27,7 +27,7 @@ from aserve.gpu.replace_weights import Copy, copies
 from aserve.gpu.weight_check import WeightChecker
 from aserve.gpu.weights.source import CPU, ignore_progress, unwrapped
 from aserve.host.threads import in_thread
-from aserve.messages.requests import (
+from aserve.messages.changes import (
     CheckWeights,
     EngineJob,
     LoadLora,

@@ -19,8 +19,8 @@ from msgspec import UNSET, UnsetType
 from aserve.errors import EngineDead
 from aserve.http.errors import refused
 from aserve.http.openai.limits import INT32, Range, check_within
+from aserve.messages.changes import ChangeSettings
 from aserve.messages.executor import EngineSpec
-from aserve.messages.requests import ChangeSettings
 from aserve.observability.request_log import WHOLE_LEVEL, RequestLog
 from aserve.request_stream import Capacity, Gateway
 

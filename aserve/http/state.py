@@ -27,8 +27,8 @@ from aserve.http.peers import ALONE, Peers
 from aserve.http.time_limits import NO_LIMITS, TimeLimits, limits_in_headers
 from aserve.http.tokenize_service import TokenizeService
 from aserve.messages.base import ServerPhase
+from aserve.messages.changes import LoadWeights
 from aserve.messages.executor import EngineSpec, Task
-from aserve.messages.requests import LoadWeights
 from aserve.observability.engine_watch import EngineWatch
 from aserve.observability.latency import Latency
 from aserve.observability.recent import Recent

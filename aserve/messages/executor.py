@@ -10,8 +10,9 @@ from typing import Any, Literal, Protocol, TypeAlias
 import msgspec
 
 from aserve.messages.base import Record
+from aserve.messages.changes import Amend, ChangeSettings
 from aserve.messages.output import Amended, Refused, Retired, StepOutput
-from aserve.messages.requests import AdmitRequest, Amend, Cancel, ChangeSettings, FailRequest
+from aserve.messages.requests import AdmitRequest, Cancel, FailRequest
 from aserve.messages.results import (
     BuildMask,
     MaskReady,

@@ -7,7 +7,8 @@ from typing import TypeAlias
 
 from aserve.errors import ErrorInfo
 from aserve.messages.base import FinishReason, Message, Record
-from aserve.messages.requests import Amend, OpenText
+from aserve.messages.changes import Amend
+from aserve.messages.requests import OpenText
 from aserve.messages.results import PromptLogprobs, RowLogprobs
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from aserve.config import Resolved
 from aserve.engine_core import LocalExecutor
 from aserve.errors import BugError, EngineDead, ErrorInfo
+from aserve.messages.changes import CheckWeights, EngineJob, LoadLora, LoadWeights
 from aserve.messages.executor import Ticket
-from aserve.messages.requests import CheckWeights, EngineJob, LoadLora, LoadWeights
 from aserve.messages.step import Launch, Resync, Sample, ScheduleBatch
 from aserve.parallel.joined import RowsOfRanks
 from aserve.parallel.processes import RankProcess, rank_processes

@@ -16,7 +16,7 @@ import msgspec
 from aserve.config import Resolved
 from aserve.errors import ErrorInfo
 from aserve.messages.base import Message
-from aserve.messages.requests import CheckWeights, LoadLora, LoadWeights
+from aserve.messages.changes import CheckWeights, LoadLora, LoadWeights
 from aserve.messages.results import SampleResult, StepFailed, StepResult
 from aserve.messages.step import Launch, Resync, Sample
 

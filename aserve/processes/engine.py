@@ -32,11 +32,8 @@ from aserve.host.logs import start_logging
 from aserve.host.threads import in_thread, new_event_loop
 from aserve.load import load_executor, vocabulary_of
 from aserve.messages.base import ServerPhase
-from aserve.messages.output import Refused, Retired
-from aserve.messages.requests import (
-    AdmitRequest,
+from aserve.messages.changes import (
     Amend,
-    Cancel,
     ChangeSettings,
     CheckWeights,
     EngineJob,
@@ -46,6 +43,8 @@ from aserve.messages.requests import (
     Sleep,
     Wake,
 )
+from aserve.messages.output import Refused, Retired
+from aserve.messages.requests import AdmitRequest, Cancel
 from aserve.observability.engine_watch import StageReporter
 from aserve.observability.reports import Beat
 from aserve.observability.trace import Trace

@@ -37,6 +37,7 @@ from aserve.errors import EngineDead
 from aserve.frontend import Frontend
 from aserve.http.peers import Peers, owner_of
 from aserve.messages.base import Message
+from aserve.messages.changes import Amend, ChangeSettings, LoadWeights
 from aserve.messages.output import (
     Amended,
     DetokenizerEvent,
@@ -45,15 +46,7 @@ from aserve.messages.output import (
     SequenceOutput,
     StepOutput,
 )
-from aserve.messages.requests import (
-    AdmitRequest,
-    Amend,
-    Cancel,
-    ChangeSettings,
-    EngineEvent,
-    LoadWeights,
-    OpenText,
-)
+from aserve.messages.requests import AdmitRequest, Cancel, EngineEvent, OpenText
 from aserve.observability.reports import EngineReport, RequestState, TickReport
 from aserve.processes.engine_process import DEATH_S, END_S, EngineProcess, Restarts, ended, spawned
 from aserve.processes.link import Died, Link, Ready, Start

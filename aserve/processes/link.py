@@ -26,9 +26,10 @@ from aserve.config import Resolved
 from aserve.errors import ErrorInfo
 from aserve.frames import FrameSplitter, framed
 from aserve.messages.base import Message
+from aserve.messages.changes import EngineJob
 from aserve.messages.executor import EngineSpec
 from aserve.messages.output import DetokenizerEvent
-from aserve.messages.requests import EngineEvent, EngineJob
+from aserve.messages.requests import EngineEvent
 from aserve.observability.reports import EngineReport
 
 

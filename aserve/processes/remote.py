@@ -20,24 +20,20 @@ from aserve.channel import Sink
 from aserve.engine_core import EngineCorePorts
 from aserve.errors import AserveError, ConfigError, EngineDead, ErrorInfo, InvalidRequest
 from aserve.host.threads import SWITCH_INTERVAL_S
-from aserve.messages.executor import EngineSpec
-from aserve.messages.output import Amended, Refused, Retired, StepOutput
-from aserve.messages.requests import (
-    AdmitRequest,
+from aserve.messages.changes import (
     Amend,
-    Cancel,
     ChangeSettings,
     CheckWeights,
-    EngineEvent,
     EngineJob,
     LoadLora,
     LoadWeights,
-    OpenText,
     Profile,
-    RequestEvent,
     Sleep,
     Wake,
 )
+from aserve.messages.executor import EngineSpec
+from aserve.messages.output import Amended, Refused, Retired, StepOutput
+from aserve.messages.requests import AdmitRequest, Cancel, EngineEvent, OpenText, RequestEvent
 from aserve.observability.reports import (
     Beat,
     EngineDown,

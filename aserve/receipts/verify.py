@@ -25,9 +25,10 @@ from aserve.grammar.matching import Rules, SequenceMatcher
 from aserve.host.environment import prepare_process
 from aserve.load import build_options, find_model, vocabulary_of
 from aserve.messages.base import MASK_BITS, ArrayI32, array_i32, num_mask_words, pack_i32
+from aserve.messages.changes import LoadLora
 from aserve.messages.executor import SchedulerEvent, Ticket
 from aserve.messages.output import Refused, Retired
-from aserve.messages.requests import AdmitRequest, GenerateRequest, LoadLora, TokenPrompt
+from aserve.messages.requests import AdmitRequest, GenerateRequest, TokenPrompt
 from aserve.messages.results import BuildMask
 from aserve.messages.step import Launch
 from aserve.receipts.digest import Digests

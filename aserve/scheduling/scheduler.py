@@ -44,8 +44,9 @@ from __future__ import annotations
 
 from typing import assert_never
 
+from aserve.messages.changes import Amend, ChangeSettings
 from aserve.messages.executor import EngineSpec, SchedulerEffect, SchedulerEvent
-from aserve.messages.requests import AdmitRequest, Amend, Cancel, ChangeSettings, FailRequest
+from aserve.messages.requests import AdmitRequest, Cancel, FailRequest
 from aserve.messages.results import (
     MaskReady,
     SampleResult,

@@ -14,8 +14,8 @@ from aserve.cache.allocation import PageAllocation
 from aserve.cache.pools import RowPool
 from aserve.cache.rank_caches import RankCaches
 from aserve.messages.base import ChildKey
+from aserve.messages.changes import ChangeSettings
 from aserve.messages.executor import EngineSpec, SchedulerEffect
-from aserve.messages.requests import ChangeSettings
 from aserve.scheduling.clients import Clients
 from aserve.scheduling.draft_choice import DraftChoice
 from aserve.scheduling.flights import Step

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections import deque
 
+from aserve.messages.changes import Amend
 from aserve.messages.executor import EngineSpec, SchedulerEvent
-from aserve.messages.requests import AdmitRequest, Amend, Cancel
+from aserve.messages.requests import AdmitRequest, Cancel
 from aserve.scheduling.state import SchedulerState
 
 MAX_SEQUENCES = 10  # received, admitted or finished per tick while no row runs

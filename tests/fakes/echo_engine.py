@@ -28,6 +28,7 @@ from aserve.http.server import HttpServer
 from aserve.http.state import HttpContext, ServerState
 from aserve.http.tokenize_service import TokenizeService
 from aserve.messages.base import FinishReason, array_i32, pack_i32
+from aserve.messages.changes import Amend
 from aserve.messages.output import (
     Amended,
     DetokenizerEvent,
@@ -38,7 +39,7 @@ from aserve.messages.output import (
     SequenceState,
     StepOutput,
 )
-from aserve.messages.requests import AdmitRequest, Amend, Cancel, EngineEvent, TokenizerEvent
+from aserve.messages.requests import AdmitRequest, Cancel, EngineEvent, TokenizerEvent
 from aserve.messages.results import PromptLogprobs, RowLogprobs
 from aserve.parsers.registry import NO_PARSERS, ParserNames
 from aserve.request_stream import Gateway

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from aserve.engine_core import LocalExecutor
 from aserve.errors import ConfigError, ErrorInfo, InvalidRequest, StepError
-from aserve.messages.requests import EngineJob, LoadLora, LoadWeights
+from aserve.messages.changes import EngineJob, LoadLora, LoadWeights
 from aserve.messages.step import ScheduleBatch
 from aserve.processes.engine import main
 from aserve.processes.link import Start

@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Generator
 from typing import Any
 
 from aserve.errors import ErrorInfo, InvalidRequest
+from aserve.messages.changes import EngineJob, LoadLora, LoadWeights, Profile
 from aserve.messages.executor import EngineSpec, GroupSpec, TokenFuture
-from aserve.messages.requests import EngineJob, LoadLora, LoadWeights, Profile
 from aserve.messages.results import SampleResult, SeqLens, StepFailed, StepResult
 from aserve.messages.step import Resync, Sample, ScheduleBatch
 from tests.fakes.toy_device import FakeDevice

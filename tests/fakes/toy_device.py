@@ -21,8 +21,9 @@ import numpy as np
 from aserve.amendments import amended_admit
 from aserve.errors import StepError
 from aserve.messages.base import array_i32, num_mask_words, pack_i32
+from aserve.messages.changes import Amend
 from aserve.messages.executor import EngineSpec, GroupSpec
-from aserve.messages.requests import AdmitRequest, Amend, Grammar, SamplingParams, stamp_of
+from aserve.messages.requests import AdmitRequest, Grammar, SamplingParams, stamp_of
 from aserve.messages.results import (
     BuildMask,
     MaskReady,

@@ -18,8 +18,8 @@ from aserve.gpu.step.resolve import DeviceStep
 from aserve.gpu.step.results import Packed, pack, pack_nothing
 from aserve.gpu.step.ticket import StepTicket
 from aserve.messages.base import array_i32
+from aserve.messages.changes import EngineJob
 from aserve.messages.executor import SchedulerEffect
-from aserve.messages.requests import EngineJob
 from aserve.messages.results import StepResult
 from aserve.messages.step import DraftTree, Launch, Resync, RowInit, Sample, ScheduleBatch
 from aserve.tiny import MODEL_DIR

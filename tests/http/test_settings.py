@@ -11,7 +11,7 @@ import pytest
 
 from aserve.actors.replay import replay
 from aserve.http.live_settings import LiveSettings
-from aserve.messages.requests import ChangeSettings
+from aserve.messages.changes import ChangeSettings
 from aserve.messages.step import ScheduleBatch
 from aserve.observability.request_log import RequestLog
 from aserve.request_stream import Capacity, Gateway

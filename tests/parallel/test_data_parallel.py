@@ -19,7 +19,8 @@ from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.parallel.joint import pads_to_most
 from aserve.gpu.step.ticket import StepTicket
 from aserve.messages.base import array_f32, array_i32, num_values, pack_i32
-from aserve.messages.requests import Cancel, LoadWeights
+from aserve.messages.changes import LoadWeights
+from aserve.messages.requests import Cancel
 from aserve.messages.step import ScheduleBatch
 from aserve.parallel.leader import ParallelExecutor
 from aserve.parallel.topology import RankLost

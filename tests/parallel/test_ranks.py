@@ -18,13 +18,8 @@ from aserve.config import Facts, Raw, Resolved, resolve
 from aserve.engine_core import LocalExecutor
 from aserve.errors import EngineDead
 from aserve.load import load_executor
-from aserve.messages.requests import (
-    AdmitRequest,
-    CheckWeights,
-    EngineJob,
-    LoadLora,
-    LoadWeights,
-)
+from aserve.messages.changes import CheckWeights, EngineJob, LoadLora, LoadWeights
+from aserve.messages.requests import AdmitRequest
 from aserve.parallel.leader import ParallelExecutor
 from aserve.parallel.topology import RankLost
 from aserve.text.load import load_tokenizer

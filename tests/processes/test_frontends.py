@@ -5,6 +5,7 @@ from __future__ import annotations
 from aserve.errors import BugError
 from aserve.http.forwarding import merged
 from aserve.http.peers import Peers, owner_of
+from aserve.messages.changes import Amend
 from aserve.messages.output import (
     Amended,
     DetokenizerEvent,
@@ -13,7 +14,6 @@ from aserve.messages.output import (
     SequenceOutput,
     StepOutput,
 )
-from aserve.messages.requests import Amend
 from aserve.processes.frontends import RoutedOutputs
 
 NUMBERS = (0, 1, 12)

@@ -20,6 +20,7 @@ from aserve.errors import ErrorInfo
 from aserve.frontend import Frontend
 from aserve.grammar.compile import Vocabulary
 from aserve.messages.base import array_i32, pack_i32
+from aserve.messages.changes import Amend, EngineJob
 from aserve.messages.output import (
     Amended,
     DetokenizerEvent,
@@ -32,10 +33,8 @@ from aserve.messages.output import (
 )
 from aserve.messages.requests import (
     AdmitRequest,
-    Amend,
     Cancel,
     EngineEvent,
-    EngineJob,
     GenerateRequest,
     ReasoningIds,
     ReasoningParams,

@@ -13,13 +13,8 @@ import pytest
 from aserve.config import Facts, Raw, resolve
 from aserve.frontend import Frontend
 from aserve.http.probes import health_of
-from aserve.messages.requests import (
-    GenerateRequest,
-    LoadWeights,
-    Profile,
-    SamplingParams,
-    TextPrompt,
-)
+from aserve.messages.changes import LoadWeights, Profile
+from aserve.messages.requests import GenerateRequest, SamplingParams, TextPrompt
 from aserve.processes.engine_process import ENGINE, EngineProcess
 from aserve.processes.link import Start
 from aserve.processes.remote import RemoteEngineCore

@@ -14,16 +14,9 @@ import pytest
 from aserve.http.live_settings import SettingsBody
 from aserve.http.probes import health_of, liveness_of
 from aserve.messages.base import array_i32, pack_i32
+from aserve.messages.changes import LoadLora, LoadWeights, Profile, Sleep, Wake
 from aserve.messages.output import OutputChunk
-from aserve.messages.requests import (
-    AdmitRequest,
-    LoadLora,
-    LoadWeights,
-    Profile,
-    SamplingParams,
-    Sleep,
-    Wake,
-)
+from aserve.messages.requests import AdmitRequest, SamplingParams
 from aserve.processes.engine_process import FIRST_DELAY_S, LONGEST_DELAY_S, STABLE_S, Restarts
 from tests.fakes.executor import SPEC
 from tests.fakes.toy_device import expected_outputs

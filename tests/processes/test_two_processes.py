@@ -24,8 +24,9 @@ from aserve.errors import ConfigError, EngineDead
 from aserve.frames import framed
 from aserve.frontend import Frontend
 from aserve.http.probes import liveness_of
+from aserve.messages.changes import LoadLora
 from aserve.messages.output import OutputChunk
-from aserve.messages.requests import GenerateRequest, LoadLora, SamplingParams, TokenPrompt
+from aserve.messages.requests import GenerateRequest, SamplingParams, TokenPrompt
 from aserve.observability.reports import Beat, EngineReport, EngineUp, StartupStage
 from aserve.processes.engine_process import EngineProcess
 from aserve.processes.link import Start

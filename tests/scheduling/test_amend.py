@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from aserve.messages.base import array_i32, pack_i32
+from aserve.messages.changes import Amend
 from aserve.messages.output import Amended, Retired, SequenceState, StepOutput
-from aserve.messages.requests import Amend
 from tests.scheduling.stage import Stage, query_lens, request, result, rows, spec
 from tests.scheduling.test_reasoning import limited
 

@@ -35,8 +35,8 @@ from aserve.gpu.step.ticket import StepTicket
 from aserve.gpu.step_threads import Job, StepThreads
 from aserve.gpu.waiter import Landing
 from aserve.messages.base import ArrayI32
+from aserve.messages.changes import EngineJob
 from aserve.messages.executor import EngineSpec
-from aserve.messages.requests import EngineJob
 from aserve.messages.step import Resync, Sample, ScheduleBatch
 
 LOGITS_ELEMENTS = 1 << 24  # of the logits that are computed at a time

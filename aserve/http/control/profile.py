@@ -17,7 +17,7 @@ from aserve.http.errors import RequestFailed, refused
 from aserve.http.openai.checks import unsupported
 from aserve.http.route import Route
 from aserve.http.state import HttpContext
-from aserve.messages.requests import Profile
+from aserve.messages.changes import Profile
 
 # SGLang's fields, and what to do instead.
 ELSEWHERE = {

@@ -22,7 +22,7 @@ from aserve.http.delivery import json_response
 from aserve.http.errors import RequestFailed, refused
 from aserve.http.route import Route, get
 from aserve.http.state import HttpContext
-from aserve.messages.requests import Sleep, Wake
+from aserve.messages.changes import Sleep, Wake
 
 logger = logging.getLogger(__name__)
 

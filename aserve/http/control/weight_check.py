@@ -20,7 +20,7 @@ from aserve.http.errors import RequestFailed, refused
 from aserve.http.openai.checks import unsupported
 from aserve.http.route import post
 from aserve.http.state import HttpContext
-from aserve.messages.requests import CheckWeights
+from aserve.messages.changes import CheckWeights
 
 NO_RESET = (
     "Weights are never made up on a server that serves. To see that an update arrives, send "

@@ -28,7 +28,7 @@ from aserve.http.openai.checks import check_unsupported
 from aserve.http.openai.limits import check_range
 from aserve.http.route import Route, get, post
 from aserve.http.state import HttpContext
-from aserve.messages.requests import LoadWeights
+from aserve.messages.changes import LoadWeights
 
 MAX_VERSION_CHARS = 128
 MAX_FILES = 256  # of tensors that replace those of one checkpoint

@@ -26,7 +26,8 @@ import msgspec
 from aserve.config import LoraOptions
 from aserve.errors import BugError, ConfigError, ErrorInfo, InvalidRequest, NotFound
 from aserve.http.errors import RequestFailed
-from aserve.messages.requests import EngineJob, GenerateRequest, LoadLora
+from aserve.messages.changes import EngineJob, LoadLora
+from aserve.messages.requests import GenerateRequest
 
 MAX_NAME_CHARS = 256
 

@@ -18,7 +18,7 @@ from aserve.gpu.mlx import executor as module
 from aserve.gpu.mlx.build import build_mlx_executor
 from aserve.gpu.mlx.decoder import MlxAttend
 from aserve.load import EXECUTORS, build_options, load_executor
-from aserve.messages.requests import Profile
+from aserve.messages.changes import Profile
 from aserve.tiny import MODEL_DIR
 from tests.fakes.hash_model import HashModel
 from tests.gpu.batch_builder import running, tokens_of

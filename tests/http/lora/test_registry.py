@@ -11,13 +11,8 @@ from aserve.errors import AserveError, ConfigError, ErrorInfo, InvalidRequest, N
 from aserve.http.errors import RequestFailed
 from aserve.http.lora.registry import LoraRegistry, modules_of
 from aserve.http.openai.limits import Caller
-from aserve.messages.requests import (
-    EngineJob,
-    GenerateRequest,
-    LoadLora,
-    SamplingParams,
-    TextPrompt,
-)
+from aserve.messages.changes import EngineJob, LoadLora
+from aserve.messages.requests import GenerateRequest, SamplingParams, TextPrompt
 
 REQUEST = GenerateRequest("a", TextPrompt("x"), SamplingParams(seed=0), namespace="mine")
 
