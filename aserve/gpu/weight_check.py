@@ -83,5 +83,5 @@ def _weights(
 def _hash(value: Tensor | np.ndarray[Any, Any]) -> bytes:
     if isinstance(value, Tensor):
         dense = value.to_dense() if value.is_mkldnn else value.detach()
-        value = dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        value = dense.to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.blake2b(np.ascontiguousarray(value).data, digest_size=16).digest()

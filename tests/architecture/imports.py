@@ -136,7 +136,7 @@ REACH = {
         aserve=(
             *(*FIRST, "aserve.request_stream", "aserve.unread", "aserve.text", "aserve.parsers"),
             *("aserve.batches", "aserve.receipts", "aserve.amendments"),
-            *("aserve.grammar.source_limits", "aserve.pictures.fetch"),
+            *("aserve.grammar.source_limits", "aserve.host.environment", "aserve.pictures.fetch"),
         ),
         packages=(*PLAIN, "aiohttp"),
     ),
