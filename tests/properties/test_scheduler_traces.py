@@ -224,7 +224,7 @@ def on_ranks(trace: Trace, dp_size: int) -> Trace:
     )
 
 
-@settings(SETTINGS, max_examples=NUM_TRACES // 3, derandomize=True, database=None)
+@settings(SETTINGS, max_examples=NUM_TRACES // 5, derandomize=True, database=None)
 @given(traces(), st.integers(2, 3))
 def test_any_trace_on_data_parallel_ranks_gives_the_tokens_of_the_plain_engine(
     trace: Trace, dp_size: int
