@@ -169,6 +169,12 @@ class KvOptions:
         "(write_back)",
         Limits(choices=("write_through", "write_back")),
     )
+    hicache_storage: str | None = option(
+        None,
+        "a directory, or a URL for fsspec, that keeps the pages of host memory, also for other "
+        "servers with the same model; turns --enable-hierarchical-cache on",
+        Limits(metavar="PATH|URL", is_secret=True),
+    )
     enable_hisparse: bool = option(
         False,
         "keep the KV of a model with sparse attention in the host's memory, and what it reads most "
@@ -184,7 +190,8 @@ class KvOptions:
     @property
     def tier_policy(self) -> TierPolicy:
         """Returns when pages go down to the tiers below the prefix cache, if there are any."""
-        if not self.enable_hierarchical_cache and self.hicache_size is None:
+        asked = (self.hicache_size, self.hicache_storage)
+        if not self.enable_hierarchical_cache and asked == (None, None):
             return "off"
         return "write_back" if self.hicache_write_policy == "write_back" else "write_through"
 

@@ -126,7 +126,7 @@ class LocalEngineCore:
         self.grammars = _grammar_library(resolved, vocabulary, ports.report)
         grammars = GrammarActor(
             functools.partial(constrain, self.grammars),
-            GrammarPorts(transfers.requests, masks.inbox, ports.text),
+            GrammarPorts(tiers.requests, masks.inbox, ports.text),
             codec=Codec(EngineEvent) if codec else None,
         )
         self._events = events

@@ -367,4 +367,5 @@ class TierMetrics:
 
     def on_report(self, report: TierUsed) -> None:
         self._bytes.labels(report.tier, report.direction).inc(report.num_bytes)
-        self._held.labels(report.tier).set(report.held_bytes)
+        if report.held_bytes is not None:
+            self._held.labels(report.tier).set(report.held_bytes)

@@ -114,14 +114,12 @@ class KvTransferred(Message, frozen=True):
 
 
 class TierUsed(Message, frozen=True):
-    """Pages of KV went down to a tier below the prefix cache, or came up from it, which now holds
-    `held_bytes`.
-    """
+    """Pages of KV went down to a tier below the prefix cache, or came up from it."""
 
     tier: str
     direction: str  # down or up
     num_bytes: int
-    held_bytes: int
+    held_bytes: int | None  # by the tier now; None: others use it, too
 
 
 class Beat(Message, frozen=True):

@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import assert_never
 
+import numpy as np
+
 from aserve.actors.base import Actor
 from aserve.cache.page_keys import KEY_BYTES
 from aserve.channel import Sink
@@ -28,8 +30,10 @@ from aserve.messages.base import array_i32
 from aserve.messages.executor import SchedulerEvent
 from aserve.messages.transfers import HostKv, KvAccess, KvLoaded, LoadKv, SaveKv, TiersChanged
 from aserve.observability.reports import TierUsed
+from aserve.tiers.file_tier import FileTier
 from aserve.tiers.host_pages import HostPages
-from aserve.tiers.page_layout import PageLayout
+from aserve.tiers.page_files import PageFiles
+from aserve.tiers.page_layout import ArrayU8, PageLayout
 
 PART_BYTES = 16 << 20  # of one copy between device and host
 MAX_SAVING_BYTES = 1 << 30  # on their way to host memory; what comes beyond that is not stored
@@ -47,6 +51,7 @@ class KvTiers(Actor[None]):
         *,
         events: Sink[SchedulerEvent],
         report: Callable[[TierUsed], None],
+        files: PageFiles | None = None,
     ) -> None:
         super().__init__("kv-tiers")
         self._access = access
@@ -57,10 +62,17 @@ class KvTiers(Actor[None]):
         self._part_len = max(1, PART_BYTES // layout.page_bytes)
         self._max_saving = max(self._part_len, MAX_SAVING_BYTES // layout.page_bytes)
         self._num_saving = 0  # pages
+        self._files: FileTier | None = None
+        if files is not None:
+            self._files = FileTier(
+                files, on_written=self._add, on_forgotten=self._drop, report=report
+            )
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     async def run(self) -> None:
         """Waits for the thread that saves; loads have tasks of their own."""
+        if self._files is not None:
+            self._files.start()
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
 
@@ -74,6 +86,8 @@ class KvTiers(Actor[None]):
     async def stop(self) -> None:
         self._jobs.put(None)
         await super().stop()
+        if self._files is not None:
+            await self._files.stop()
 
     def send(self, effect: SaveKv | LoadKv) -> None:
         match effect:
@@ -100,8 +114,7 @@ class KvTiers(Actor[None]):
             indices.append(index)
             places.append(place)
             removed += [evicted] if evicted is not None else []
-        if removed:
-            self._events.send(TiersChanged(removed=b"".join(removed)))
+        self._drop(removed)
         for start in range(0, len(indices), self._part_len):
             part = slice(start, start + self._part_len)
             pages = tuple(array_i32(each)[indices[part]].tobytes() for each in effect.pages)
@@ -114,30 +127,55 @@ class KvTiers(Actor[None]):
 
         def job() -> None:
             """Runs on the thread that saves."""
+            pages: ArrayU8 | None = None
             try:
-                self._host.write(places, self._layout.split(values.result()()))
-                is_saved = True
+                pages = self._layout.split(values.result()())
+                self._host.write(places, pages)
             except (RuntimeError, ValueError):
                 logger.exception("%d pages of KV could not be saved", len(keys))
-                is_saved = False
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(self._end_save, keys, places, is_saved)
+                loop.call_soon_threadsafe(self._end_save, keys, places, pages)
 
         self._jobs.put(job)
 
-    def _end_save(self, keys: list[bytes], places: list[int], is_saved: bool) -> None:
+    def _end_save(self, keys: list[bytes], places: list[int], pages: ArrayU8 | None) -> None:
         self._num_saving -= len(keys)
-        if not is_saved:
+        if pages is None:
             for place in places:
                 self._host.give_back(place)
-            self._events.send(TiersChanged(removed=b"".join(keys)))
+            self._drop(keys)
             return
+        self._enter(keys, places)
+        self._add(keys)
+        self._note("down", len(keys))
+        if self._files is not None:
+            self._files.write(keys, pages)
+
+    def _enter(self, keys: list[bytes], places: list[int]) -> None:
         for key, place in zip(reversed(keys), reversed(places), strict=True):
             self._host.enter(key, place)
+
+    def _add(self, keys: list[bytes]) -> None:
         self._events.send(TiersChanged(added=b"".join(keys)))
-        self._note("down", len(keys))
+
+    def _drop(self, keys: list[bytes]) -> None:
+        """Tells the scheduler of pages that are in no tier any more."""
+        gone = [key for key in keys if not self._has(key)]
+        if gone:
+            self._events.send(TiersChanged(removed=b"".join(gone)))
+
+    def _has(self, key: bytes) -> bool:
+        return key in self._host or (self._files is not None and key in self._files)
 
     # ------------------------------------------------------------ up
+
+    async def look(self, keys: list[bytes]) -> None:
+        """Looks for the pages of a request that has arrived, as far as they are not known."""
+        first = next((index for index, key in enumerate(keys) if not self._has(key)), len(keys))
+        if self._files is not None and first < len(keys):
+            found = await self._files.look(keys[first:])
+            if found:
+                self._add(found)
 
     def _load(self, effect: LoadKv) -> None:
         keys = split_keys(effect.keys)
@@ -145,20 +183,38 @@ class KvTiers(Actor[None]):
         self.spawn(self._bring(effect, keys, places))
 
     async def _bring(self, effect: LoadKv, keys: list[bytes], places: list[int]) -> None:
-        work = functools.partial(self._copy_in, effect, places)
+        num_here, removed = len(places), list[bytes]()
+        read = await self._read_files(keys[num_here:])
+        fresh: list[int] = []
+        for _ in read:
+            place, evicted = self._host.take()
+            fresh += [] if place is None else [place]
+            removed += [] if evicted is None else [evicted]
+        stop = num_here + len(fresh)
+        work = functools.partial(self._copy_in, effect, places + fresh, read[: len(fresh)])
         try:
             num_pages = await in_thread(work, name="kv-tiers")
         finally:
-            self._host.unpin(keys[: len(places)])
-        if len(places) < len(keys):
-            self._events.send(TiersChanged(removed=b"".join(keys[len(places) :])))
+            self._host.unpin(keys[:num_here])
+        self._enter(keys[num_here:stop], fresh)
+        self._drop(removed + keys[stop:])
         self._events.send(KvLoaded(effect.request_id, effect.child, effect.first + num_pages))
         self._note("up", num_pages)
 
-    def _copy_in(self, effect: LoadKv, places: list[int]) -> int:
-        """Runs on the load's thread. Returns how many pages are on the device; nothing writes to
-        any of them any more.
+    async def _read_files(self, keys: list[bytes]) -> list[ArrayU8]:
+        """Returns the pages of the first keys that files have, and host memory has not."""
+        if self._files is None or not keys:
+            return []
+        are_filed = [key in self._files and key not in self._host for key in keys]
+        num_filed = [*are_filed, False].index(False)
+        return await self._files.read(keys[:num_filed]) if num_filed else []
+
+    def _copy_in(self, effect: LoadKv, places: list[int], read: list[ArrayU8]) -> int:
+        """Runs on the load's thread. Puts what was read from files into the last places first.
+        Returns how many pages are on the device; nothing writes to any of them any more.
         """
+        for place, page in zip(places[len(places) - len(read) :], read, strict=True):
+            self._host.write([place], page[np.newaxis])
         writes: deque[Future[None]] = deque()
         num_written = 0
         try:

@@ -5,20 +5,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from aserve.actors.scheduler import KvEvent, PeerEvent
 from aserve.actors.supervisor import Supervised
 from aserve.channel import Sink
 from aserve.config import Resolved
-from aserve.disagg.connect import HasKv, Transfers
+from aserve.disagg.connect import HasKv, Transfers, fingerprint
 from aserve.errors import BugError, ConfigError
+from aserve.host.hub import resolve_model_dir
 from aserve.host.limits import available_memory_bytes
+from aserve.messages.changes import Amend
 from aserve.messages.executor import EngineSpec, SchedulerEvent
 from aserve.messages.output import Refused, Retired
-from aserve.messages.transfers import LoadKv, SaveKv
+from aserve.messages.requests import AdmitRequest, Cancel, FailRequest
+from aserve.messages.transfers import KvAccess, LoadKv, SaveKv
 from aserve.observability.reports import TierUsed
-from aserve.tiers.actor import KvTiers
+from aserve.tiers.actor import KvTiers, split_keys
 from aserve.tiers.host_pages import HostPages
+from aserve.tiers.page_files import PageFiles, open_folder
 from aserve.tiers.page_layout import PageLayout
 
 FLAG = "--enable-hierarchical-cache"
@@ -45,10 +50,39 @@ class KvPort:
             raise BugError(f"no other engine for request {effect.request_id}")
 
 
+class Lookups:
+    """The scheduler's inbox for requests: each waits until the files have been looked through for
+    its prompt, and so do the messages about it that come meanwhile.
+    """
+
+    def __init__(self, tiers: KvTiers, requests: Sink[SchedulerEvent]) -> None:
+        self._tiers = tiers
+        self._requests = requests
+        self._held: dict[str, list[SchedulerEvent]] = {}
+
+    def send(self, message: SchedulerEvent) -> None:
+        match message:
+            case AdmitRequest() if message.page_keys and message.is_causal:
+                self._held[message.request_id] = [message]
+                self._tiers.spawn(self._look(message))
+            case Cancel() | Amend() | FailRequest() if message.request_id in self._held:
+                self._held[message.request_id].append(message)
+            case _:
+                self._requests.send(message)
+
+    async def _look(self, request: AdmitRequest) -> None:
+        try:
+            await self._tiers.look(split_keys(request.page_keys))
+        finally:
+            for message in self._held.pop(request.request_id):
+                self._requests.send(message)
+
+
 @dataclass(frozen=True, slots=True)
 class Tiers:
     """What `Transfers` has, with the tiers beside it."""
 
+    requests: Sink[SchedulerEvent]
     kv: Sink[KvEvent] | None
     actors: tuple[Supervised, ...]
 
@@ -66,7 +100,7 @@ def open_tiers(
     """
     if resolved.kv.tier_policy == "off":
         kv = None if transfers.kv is None else KvPort(None, transfers.kv)
-        return Tiers(kv, transfers.actors)
+        return Tiers(transfers.requests, kv, transfers.actors)
     if not isinstance(executor, HasKv):
         raise ConfigError(f"{FLAG}: the device {resolved.machine.device} cannot transfer KV")
     spec = executor.spec
@@ -74,8 +108,26 @@ def open_tiers(
     access = executor.kv_access()
     layout = PageLayout(access.pool_shapes, page_size=spec.page_size)
     host = HostPages(_max_pages(resolved, spec, layout.page_bytes), page_bytes=layout.page_bytes)
-    tiers = KvTiers(access, layout, host, events=events, report=report)
-    return Tiers(KvPort(tiers, transfers.kv), (*transfers.actors, tiers))
+    files = _files(resolved, access, layout)
+    tiers = KvTiers(access, layout, host, events=events, report=report, files=files)
+    requests = transfers.requests if files is None else Lookups(tiers, transfers.requests)
+    return Tiers(requests, KvPort(tiers, transfers.kv), (*transfers.actors, tiers))
+
+
+def _files(resolved: Resolved, access: KvAccess, layout: PageLayout) -> PageFiles | None:
+    """Opens the folder of all engines whose KV is the same for the same tokens."""
+    place = resolved.kv.hicache_storage
+    if place is None:
+        return None
+    is_dummy = resolved.model.load_format == "dummy"
+    folder = resolve_model_dir(resolved.model_source, has_weights=not is_dummy)
+    same = (
+        *(fingerprint(folder, is_dummy=is_dummy), access.geometry, layout.page_size),
+        *(resolved.model.quantization, resolved.model.dtype, resolved.speculative),
+    )
+    name = blake2b(repr(same).encode(), digest_size=16).hexdigest()
+    logger.info("pages are kept in %s/%s", place, name)
+    return PageFiles(open_folder(place, name), page_bytes=layout.page_bytes)
 
 
 def _check(spec: EngineSpec, resolved: Resolved) -> None:

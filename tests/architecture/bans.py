@@ -18,6 +18,7 @@ BROAD_EXCEPT_HOMES = (
     *("aserve/actors/base.py", "aserve/http/server.py", "aserve/http/streams/resumable.py"),
     # a failing step is a value, whatever it raised; a graph that fails is not captured
     *("aserve/gpu/step_threads.py", "aserve/gpu/cudagraph/graphs.py"),
+    "aserve/tiers/page_files.py",  # each store behind fsspec has exceptions of its own
 )
 ENVIRONMENT_HOMES = ("aserve/config.py",)
 ENVIRONMENT_CALLS = ("os.environ", "os.getenv", "os.putenv")

@@ -89,7 +89,7 @@ REACH = {
             *(*FIRST, "aserve.actors", "aserve.cache.page_keys", "aserve.disagg.connect"),
             "aserve.host",
         ),
-        packages=PLAIN,
+        packages=(*PLAIN, "fsspec"),
     ),
     "aserve.measure_steps": Reach(
         aserve=(*FIRST, "aserve.progress", "aserve.scheduling"), packages=PLAIN

@@ -18,6 +18,7 @@ from aserve.messages.transfers import HostKv, KvLoaded, LoadKv, SaveKv, TiersCha
 from aserve.observability.reports import TierUsed
 from aserve.tiers.actor import KvTiers
 from aserve.tiers.host_pages import HostPages
+from aserve.tiers.page_files import Folder, PageFiles
 from aserve.tiers.page_layout import PageLayout
 
 SHAPES = ((2, 3), (1, 5))  # of the one pool of each group
@@ -88,14 +89,15 @@ def _slots(pages: bytes, first: int, stop: int) -> list[int]:
 
 
 class Rig:
-    def __init__(self, max_pages: int) -> None:
+    def __init__(self, max_pages: int, folder: Folder | None = None) -> None:
         self.access = ToyAccess()
         self.inbox: asyncio.Queue[SchedulerEvent] = asyncio.Queue()
         self.reports: list[TierUsed] = []
         layout = PageLayout(SHAPES, page_size=PAGE)
         self.host = HostPages(max_pages, page_bytes=layout.page_bytes)
+        files = None if folder is None else PageFiles(folder, page_bytes=layout.page_bytes)
         self.tiers = KvTiers(
-            self.access, layout, self.host, events=self, report=self.reports.append
+            self.access, layout, self.host, events=self, report=self.reports.append, files=files
         )
 
     def send(self, message: SchedulerEvent) -> None:
@@ -120,11 +122,11 @@ def keys(*numbers: int) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def rig(max_pages: int = 8) -> AsyncIterator[Rig]:
+async def rig(max_pages: int = 8, folder: Folder | None = None) -> AsyncIterator[Rig]:
     def on_death(name: str, error: BaseException) -> None:
         raise AssertionError(f"{name} died") from error
 
-    running = Rig(max_pages)
+    running = Rig(max_pages, folder)
     running.tiers.start(on_death)
     yield running
     await running.tiers.stop()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
@@ -50,10 +51,11 @@ class ServedLora:
     lora_id: int
     slot: int
     created: int  # seconds since 1970
+    token: str  # tells its KV from that of other servers' adapters, where they share KV
 
     def applied_to(self, request: GenerateRequest) -> GenerateRequest:
         """NOTE: no client's own namespace begins with `lora-` (Caller.namespace_of)."""
-        namespace = f"lora-{self.lora_id}:{request.namespace}"
+        namespace = f"lora-{self.lora_id}-{self.token}:{request.namespace}"
         return msgspec.structs.replace(request, lora_slot=self.slot, namespace=namespace)
 
 
@@ -112,8 +114,8 @@ class LoraRegistry:
             error = await self.run_on_device(load)
             if error is not None:
                 raise RequestFailed(error)
-            created = int(time.time())
-            self._served[name] = ServedLora(name, path, load.lora_id, load.slot, created)
+            created, token = int(time.time()), secrets.token_hex(8)
+            self._served[name] = ServedLora(name, path, load.lora_id, load.slot, created, token)
             logger.info("adapter loaded name=%s slot=%d path=%s", name, load.slot, path)
 
     def unload(self, name: str) -> None:
