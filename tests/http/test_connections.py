@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any, ClassVar
 
 import pytest
 
@@ -25,9 +25,12 @@ NEVER: dict[str, Any] = {"prompt": "hello", "max_tokens": 3}
 class Client:
     """One connection, byte by byte."""
 
+    opened: ClassVar[list[Client]] = []
+
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self.writer = writer
+        self.opened.append(self)
 
     @classmethod
     async def connect(cls, echo: EchoEngine, first: bytes = b"") -> Client:
@@ -51,6 +54,14 @@ class Client:
             head = await self._reader.readuntil(b"\r\n\r\n")
             size = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
             return int(head.split()[1]), json.loads(await self._reader.readexactly(size))
+
+
+@pytest.fixture(autouse=True)
+async def _no_connection_is_left() -> AsyncIterator[None]:
+    yield
+    for client in Client.opened:
+        client.writer.close()
+    Client.opened.clear()
 
 
 def answer_in(data: bytes) -> tuple[int, dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,6 @@ START = {
     "log_requests_level": 1,
 }
 PROMPT = {"prompt": "a" * 40, "max_tokens": 2}
-
-
-@pytest.fixture(autouse=True)
-def _same_log_level() -> Iterator[None]:
-    level = logging.getLogger().level
-    yield
-    logging.getLogger().setLevel(level)
 
 
 @pytest.fixture
