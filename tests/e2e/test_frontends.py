@@ -44,10 +44,23 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 async def client(server: ServerProcess) -> AsyncIterator[aiohttp.ClientSession]:
-    """Each request has a connection of its own, so that any of the frontends gets it."""
+    """Each request has a connection of its own, so that any of the frontends gets it. Answers that
+    a test leaves unread are closed after it.
+    """
+    answers: list[aiohttp.ClientResponse] = []
+
+    async def keep(_: object, __: object, ended: aiohttp.TraceRequestEndParams) -> None:
+        answers.append(ended.response)
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_end.append(keep)
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    async with aiohttp.ClientSession(server.address, connector=connector) as opened:
+    async with aiohttp.ClientSession(
+        server.address, connector=connector, trace_configs=[trace]
+    ) as opened:
         yield opened
+        for answer in answers:
+            answer.close()
 
 
 def frontend_pids(server: ServerProcess) -> list[int]:
