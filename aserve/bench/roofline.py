@@ -60,6 +60,7 @@ def make_roofline(resolved: Resolved, *, limits_file: str | None) -> Roofline:
         loader.stored_dtype,
         loader.num_weights,
         resolved.model.quantization,
+        loader.stored_quantization,
     )
     weight_bits = open_device("cpu").weight_format(request).weight_bits
     return Roofline(count_parameters(model_dir), weight_bits, limits)

@@ -145,6 +145,7 @@ def build_on(
             loader.stored_dtype,
             loader.num_weights,
             options.quantization,
+            loader.stored_quantization,
             options.deterministic,
         )
     )

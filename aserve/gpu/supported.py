@@ -25,8 +25,8 @@ FORMATS = (
     "Weights: float32, bfloat16, float16 or float64 by --dtype; on the CPU also 8 and 4 bits by "
     "--quantization, and float16 that computes in float32 where the processor has no "
     "bfloat16. KV: the model's dtype, or 8 bits by --kv-cache-dtype. Checkpoints in fp8 with a "
-    "scale per block, and experts in MXFP4, are read and widened; others that are quantized are "
-    "refused. Devices: "
+    "scale per block, of AWQ, GPTQ and compressed-tensors with 4 bits, and experts in MXFP4 are "
+    "read; others that are quantized are refused. Devices: "
 )
 
 

@@ -18,8 +18,8 @@ from aserve.gpu.layers.norm import HeadNorms
 from aserve.gpu.replace_weights import copies
 
 LINEARS: tuple[Callable[[Tensor, Tensor], LinearOp], ...] = (
-    *(Linear, PackedLinear, Fp16StoredLinear, TiledLinear, QuantLinear),
-    partial(QuantLinear, bits=4),
+    *(Linear, PackedLinear, Fp16StoredLinear, TiledLinear, QuantLinear.rounded),
+    partial(QuantLinear.rounded, bits=4),
     lambda weight, bias: PerToken(Linear(weight, bias)),
 )
 

@@ -102,6 +102,11 @@ class ModelLoader(Protocol):
         """The checkpoint's dtype, where its config names one."""
 
     @property
+    def stored_quantization(self) -> str | None:
+        """The format in which a device may keep the checkpoint's quantized layers as they are; None
+        if they are widened, or not quantized."""
+
+    @property
     def num_weights(self) -> int:
         """The number of elements of all weights."""
 

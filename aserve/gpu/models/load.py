@@ -19,8 +19,8 @@ from aserve.gpu.models.config.model import (
     OTHER_NAMES,
     ModelConfig,
     architecture_of,
-    fp8_block,
     parse_config,
+    quantization_of,
     read_fields,
 )
 from aserve.gpu.models.pooled_families import EncoderFamily, PooledDecoderFamily
@@ -37,6 +37,7 @@ from aserve.gpu.models.stages import for_stage, stage_layers, without_others
 from aserve.gpu.models.transformers.loader import make_transformers_loader
 from aserve.gpu.weights.checkpoint import Checkpoint, Rename, as_stored
 from aserve.gpu.weights.dummy import DummyWeights
+from aserve.gpu.weights.int4 import INT4
 from aserve.gpu.weights.inventory import Inventory, check_fit
 from aserve.gpu.weights.read_ahead import ReadAhead
 from aserve.gpu.weights.reader import WeightReader
@@ -58,6 +59,10 @@ class NativeLoader:
     @property
     def stored_dtype(self) -> str | None:
         return self.config.dtype
+
+    @property
+    def stored_quantization(self) -> str | None:
+        return INT4 if isinstance(quantization_of(self.config.fields), str) else None
 
     @property
     def num_weights(self) -> int:
@@ -85,7 +90,7 @@ class NativeLoader:
             target.device,
             rename=self._names_of(inventory, target.stage),
             updates=plan.tensors,
-            fp8_block=fp8_block(config.fields),
+            quantization=quantization_of(config.fields),
         ) as checkpoint:
             check_fit(inventory, checkpoint)
             target.check_room(size_bytes, dtype)

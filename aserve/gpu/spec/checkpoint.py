@@ -25,7 +25,7 @@ from aserve.gpu.models.config.layer_types import (
     periodic_windows,
     switched_windows,
 )
-from aserve.gpu.models.config.model import ModelConfig, fp8_block, parse_config, read_fields
+from aserve.gpu.models.config.model import ModelConfig, parse_config, quantization_of, read_fields
 from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.weights.checkpoint import Checkpoint
 from aserve.gpu.weights.dummy import DummyWeights
@@ -88,8 +88,8 @@ def load_draft_model(
     names are read.
     """
     target = plan.target
-    block = fp8_block(read_fields(model_dir))
-    with Checkpoint(model_dir, target.device, rename=rename, fp8_block=block) as checkpoint:
+    stored = quantization_of(read_fields(model_dir))
+    with Checkpoint(model_dir, target.device, rename=rename, quantization=stored) as checkpoint:
         names = frozenset(checkpoint.tensors)
         inventory = Inventory(plan.dtype)
         build(DraftWeights(inventory, names))

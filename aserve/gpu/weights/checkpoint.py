@@ -5,7 +5,7 @@ layers may be stored in fp8 with one scale per block, the tensor `NAME_scale_inv
 
     w[i, j] = element[i, j] * scale[i // rows, j // columns]        in float32
 
-Tensors in MXFP4 (`mxfp4.py`) are read as bfloat16.
+Tensors in MXFP4 (`mxfp4.py`) are read as bfloat16, and layers of 4 bits (`int4.py`) as float32.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from aserve.errors import ConfigError
-from aserve.gpu.weights import mxfp4
+from aserve.gpu.weights import int4, mxfp4
 
 CPU = torch.device("cpu")
 Block: TypeAlias = tuple[int, int]  # rows and columns of a block of fp8 with one scale
+Quantization: TypeAlias = Block | int4.Method  # of linear layers
 FP8 = "F8_E4M3"
 SCALES = "_scale_inv"
 SINGLE = "model.safetensors"
@@ -60,12 +61,13 @@ class Checkpoint:
 
     `rename` maps the names in the files to those by which the tensors are known here; None leaves a
     tensor out. The tensors of the files `updates` take the place of those of the directory, and of
-    those of earlier ones. With `fp8_block`, weights in fp8 are widened by their blocks' scales;
-    weights in MXFP4 are widened in any case.
+    those of earlier ones. Weights that are quantized as `quantization` says, or in MXFP4, are
+    widened.
     """
 
     __slots__ = (
-        *("_block", "_device", "_files", "_mxfp4", "_rename", "_scales", "_stack", "_updates"),
+        *("_block", "_coded", "_device", "_files", "_method", "_mxfp4", "_rename", "_scales"),
+        *("_stack", "_updates"),
         *("directory", "tensors"),
     )
 
@@ -76,9 +78,11 @@ class Checkpoint:
         *,
         rename: Rename = as_stored,
         updates: Sequence[Path] = (),
-        fp8_block: Block | None = None,
+        quantization: Quantization | None = None,
     ) -> None:
-        self._block = fp8_block
+        self._block = quantization if isinstance(quantization, tuple) else None
+        self._method = quantization if isinstance(quantization, str) else None
+        self._coded: dict[str, Mapping[str, StoredTensor]] = {}  # parts, by their weights' names
         self._scales: dict[str, StoredTensor] = {}  # by the names of their weights
         self._mxfp4: dict[str, StoredTensor] = {}  # scales, by the names of their weights
         self.directory = directory
@@ -103,6 +107,7 @@ class Checkpoint:
                 self._note_tensors(str(path), replaces=True)
             self._take_scales()
             self._take_mxfp4()
+            self._take_coded()
             self._stack = stack.pop_all()
         return self
 
@@ -122,6 +127,9 @@ class Checkpoint:
         """Returns the tensor in the checkpoint's dtype. On the CPU it may share memory with the
         file: copy it before the checkpoint closes.
         """
+        if name in self._coded:
+            weight, places = self._read_coded(name)
+            return weight.widened()[:, places]
         with self._explained(name) as file:
             stored = file.get_tensor(self.tensors[name].name)
             if (scales := self._mxfp4.get(name)) is not None:
@@ -130,10 +138,28 @@ class Checkpoint:
 
     def read_part(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """Reads the elements tensor[part] alone."""
-        if name in self._mxfp4:
+        if name in self._mxfp4 or name in self._coded:
             return self.read(name)[part]
         with self._explained(name) as file:
             return self._widened(name, file.get_slice(self.tensors[name].name)[part], part)
+
+    def read_codes(self, name: str) -> int4.CodedWeight | None:
+        """Returns a weight of 4 bits as it is; None for any other, or if its inputs are not in the
+        order of their groups."""
+        if name not in self._coded:
+            return None
+        weight, places = self._read_coded(name)
+        return weight if torch.equal(places, torch.arange(len(places))) else None
+
+    def _read_coded(self, name: str) -> tuple[int4.CodedWeight, Tensor]:
+        assert self._method is not None
+        parts = self._coded[name]
+
+        def read(suffix: str) -> Tensor | None:
+            return self._values(parts[suffix]).to(CPU) if suffix in parts else None
+
+        with self._explained(name):
+            return int4.read_coded(self._method, read)
 
     def _widened(self, name: str, stored: Tensor, part: tuple[slice, ...]) -> Tensor:
         if name not in self._scales or self._block is None:
@@ -203,6 +229,30 @@ class Checkpoint:
                 self.tensors.pop(f"{name}{suffix}")
             self._mxfp4[name] = scales
             self.tensors[name] = msgspec.structs.replace(own, shape=shape, dtype="BF16")
+
+    def _take_coded(self) -> None:
+        """Puts one weight in the place of the tensors of each layer of 4 bits."""
+        if self._method is None:
+            return
+        names = int4.NAMES[self._method]
+        suffixes = (names.values, names.zeros, names.scales, names.group_of, int4.IGNORED)
+        layers = [name for name in self.tensors if name.endswith(names.values)]
+        for layer in (name.removesuffix(names.values) for name in layers):
+            found = {suffix: self.tensors.pop(f"{layer}{suffix}", None) for suffix in suffixes}
+            parts = {suffix: part for suffix, part in found.items() if part is not None}
+            own, scales = parts[names.values], parts.get(names.scales)
+            shape = None
+            if scales is not None and own.dtype == "I32":
+                shape = int4.whole_shape(self._method, own.shape, scales.shape)
+            if shape is None:
+                raise ConfigError(
+                    f"{self.directory}: {layer}{names.values} is no weight of 4 bits of "
+                    f"{self._method}: it is {own.dtype} of {own.shape}, and its scales are "
+                    f"{None if scales is None else scales.shape}"
+                )
+            weight = f"{layer}.weight"
+            self._coded[weight] = parts
+            self.tensors[weight] = msgspec.structs.replace(own, shape=shape, dtype="F32")
 
     def _check_index(self, index: Mapping[str, str]) -> None:
         lost = [name for name, file in index.items() if not self._is_in(name, file)]

@@ -30,6 +30,7 @@ class WeightRequest:
     stored: str | None  # the checkpoint's dtype, where its config names one
     num_weights: int
     quantization: str | None = None  # of linear layers, applied while they are loaded
+    stored_quantization: str | None = None  # a format that the checkpoint's linear layers have
     is_deterministic: bool = False  # a token's result must not depend on the other tokens
 
     @property

@@ -14,6 +14,7 @@ from aserve.errors import ConfigError
 from aserve.gpu.layers.grouped_linear import GroupedLinearOp
 from aserve.gpu.layers.linear import Linear, LinearOp
 from aserve.gpu.weights.checkpoint import Checkpoint
+from aserve.gpu.weights.int4 import CodedLinear, CodedWeight, joined
 from aserve.gpu.weights.source import LoadProgress, Target, expert_parts, wide_dtype
 
 Shapes = Mapping[str, tuple[int, ...]]  # by the tensor's name
@@ -62,10 +63,14 @@ class WeightReader:
         return default
 
     def linear(self, parts: Mapping[str, int], *, in_features: int, bias: bool) -> LinearOp:
-        linear = Linear(
-            self._read_rows(_weight_shapes(parts, in_features)),
-            self._read_rows({f"{name}.bias": (n,) for name, n in parts.items()}) if bias else None,
-        )
+        shapes = _weight_shapes(parts, in_features)
+        biases = {f"{name}.bias": (n,) for name, n in parts.items()}
+        bias_values = self._read_rows(biases) if bias else None
+        coded = self._read_codes(shapes)
+        if coded is None:
+            linear = Linear(self._read_rows(shapes), bias_values)
+        else:
+            linear = CodedLinear(coded, bias_values)
         prepared = self._target.prepare(linear, self.device, dtype=self.dtype)
         num_biases = 0 if linear.bias is None else linear.bias.numel()
         self._progress.advance(linear.weight.numel() + num_biases)
@@ -97,6 +102,16 @@ class WeightReader:
         later.
         """
         return torch.cat([self._read(name, shape) for name, shape in shapes.items()])
+
+    def _read_codes(self, shapes: Shapes) -> CodedWeight | None:
+        """Returns the weights of a layer of 4 bits, joined; None for any other layer, and for a
+        part of one."""
+        stored = self._checkpoint.tensors
+        if any(stored[name].shape != shape for name, shape in shapes.items()):
+            return None
+        parts = [self._checkpoint.read_codes(name) for name in shapes]
+        whole = [part for part in parts if part is not None]
+        return joined(whole) if len(whole) == len(parts) else None
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if self._checkpoint.tensors[name].shape == shape:

@@ -111,7 +111,7 @@ def test_what_is_absent_has_the_families_defaults() -> None:
         ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
         (
             {"quantization_config": {"quant_method": "fp8"}},
-            "expected none, mxfp4, or fp8 with a weight_block_size",
+            "expected none, mxfp4, fp8 with a weight_block_size",
         ),
         (
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},

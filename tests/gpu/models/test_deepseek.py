@@ -9,7 +9,7 @@ import torch
 
 from aserve.errors import ConfigError
 from aserve.gpu.models.config.fields import Fields
-from aserve.gpu.models.config.model import fp8_block, parse_config
+from aserve.gpu.models.config.model import parse_config, quantization_of
 from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.models.registry import FAMILIES
 from aserve.gpu.weights.inventory import Inventory
@@ -158,7 +158,7 @@ def test_published_configurations_name_the_published_tensors(
     assert (layer.head_dim, layer.value_dim, layer.expanded_dim) == (576, 512, 256)
     assert (layer.index_dim, layer.index_top_k) == ((128, 2048) if fields is V32 else (0, 0))
     assert layer.scale == pytest.approx(scale, rel=1e-4)
-    assert fp8_block(Fields(fields, source="")) == (None if fields is V2_LITE else (128, 128))
+    assert quantization_of(Fields(fields, source="")) == (None if fields is V2_LITE else (128, 128))
 
 
 def test_the_cache_holds_one_latent_for_a_token_in_each_layer() -> None:

@@ -24,25 +24,32 @@ CONFIG: Mapping[str, object] = {
 }
 
 
-def llama_weights(*, num_layers: int = 2, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Of CONFIG, each different from the others."""
+def llama_weights(
+    *,
+    num_layers: int = 2,
+    dtype: torch.dtype = torch.float32,
+    hidden_size: int = 8,
+    intermediate_size: int = 12,
+) -> dict[str, Tensor]:
+    """Of CONFIG, or of other sizes, each different from the others."""
+    hidden, inner = hidden_size, intermediate_size
     shapes = {
-        "model.embed_tokens.weight": (24, 8),
-        "model.norm.weight": (8,),
-        "lm_head.weight": (24, 8),
+        "model.embed_tokens.weight": (24, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (24, hidden),
     }
     for index in range(num_layers):
         prefix = f"model.layers.{index}"
         shapes |= {
-            f"{prefix}.input_layernorm.weight": (8,),
-            f"{prefix}.self_attn.q_proj.weight": (8, 8),
-            f"{prefix}.self_attn.k_proj.weight": (4, 8),
-            f"{prefix}.self_attn.v_proj.weight": (4, 8),
-            f"{prefix}.self_attn.o_proj.weight": (8, 8),
-            f"{prefix}.post_attention_layernorm.weight": (8,),
-            f"{prefix}.mlp.gate_proj.weight": (12, 8),
-            f"{prefix}.mlp.up_proj.weight": (12, 8),
-            f"{prefix}.mlp.down_proj.weight": (8, 12),
+            f"{prefix}.input_layernorm.weight": (hidden,),
+            f"{prefix}.self_attn.q_proj.weight": (hidden, hidden),
+            f"{prefix}.self_attn.k_proj.weight": (hidden // 2, hidden),
+            f"{prefix}.self_attn.v_proj.weight": (hidden // 2, hidden),
+            f"{prefix}.self_attn.o_proj.weight": (hidden, hidden),
+            f"{prefix}.post_attention_layernorm.weight": (hidden,),
+            f"{prefix}.mlp.gate_proj.weight": (inner, hidden),
+            f"{prefix}.mlp.up_proj.weight": (inner, hidden),
+            f"{prefix}.mlp.down_proj.weight": (hidden, inner),
         }
     generator = torch.Generator().manual_seed(3)
     return {

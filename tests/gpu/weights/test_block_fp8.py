@@ -49,7 +49,7 @@ def test_a_model_has_the_weights_that_its_blocks_stand_for(tmp_path: Path) -> No
 def test_a_part_of_a_weight_has_the_scales_of_its_blocks(tmp_path: Path) -> None:
     stored, meant = quantized(llama_weights())
     name = "model.layers.1.mlp.gate_proj.weight"
-    with Checkpoint(write_checkpoint(tmp_path, stored), fp8_block=BLOCK) as checkpoint:
+    with Checkpoint(write_checkpoint(tmp_path, stored), quantization=BLOCK) as checkpoint:
         for part in ((slice(4, 7), slice(0, 8)), (slice(0, 12), slice(2, 7))):
             assert torch.equal(checkpoint.read_part(name, part), meant[name][part])
 

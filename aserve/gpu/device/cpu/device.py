@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.device.base import Captured, Event, GraphBreak
-from aserve.gpu.device.cpu.kernels import KERNEL_DTYPES, compile_kernels_of
+from aserve.gpu.device.cpu.kernels import compile_kernels_of
 from aserve.gpu.device.cpu.linear import PER_TOKEN, lora_per_token
-from aserve.gpu.device.cpu.weights import choose_cpu_format, read_isa
+from aserve.gpu.device.cpu.weights import KERNEL_DTYPES, choose_cpu_format, read_isa
 from aserve.gpu.device.ops import TORCH_OPS, DeviceOps
 from aserve.gpu.weights.format import WeightFormat, WeightRequest
 from aserve.host.environment import keep_freed_memory

@@ -15,6 +15,7 @@ from torch import Tensor
 from aserve.gpu.device.cpu.linear import linear_per_expert, prepare_packed
 from aserve.gpu.layers.grouped_linear import GroupedLinearOp, Groups
 from aserve.gpu.layers.linear import Linear, LinearOp, Prepare
+from aserve.gpu.weights.int4 import BITS, CodedLinear
 from aserve_kernels.cpu.bf16 import Floats
 from aserve_kernels.cpu.gemm import (
     compile_grouped_linear,
@@ -23,8 +24,13 @@ from aserve_kernels.cpu.gemm import (
     packed_grouped_linear,
     packed_linear,
 )
-from aserve_kernels.cpu.quant_codes import SMALLEST
-from aserve_kernels.cpu.quant_linear import compile_quant_linear, pack_quantized, quant_linear
+from aserve_kernels.cpu.quant_codes import CODES_PER_WORD, SMALLEST
+from aserve_kernels.cpu.quant_linear import (
+    QuantWeight,
+    compile_quant_linear,
+    pack_quantized,
+    quant_linear,
+)
 
 
 class TiledLinear:
@@ -89,15 +95,20 @@ class QuantLinear:
 
     __slots__ = ("_num_workers", "_weight")
 
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None, *, bits: int = 8, num_workers: int = 1
-    ) -> None:
+    def __init__(self, weight: QuantWeight, *, num_workers: int = 1) -> None:
+        self._weight = weight
+        self._num_workers = num_workers
+
+    @classmethod
+    def rounded(
+        cls, weight: Tensor, bias: Tensor | None, *, bits: int = 8, num_workers: int = 1
+    ) -> QuantLinear:
         """weight [out, in], of any floating dtype; bias [out], in the model's dtype."""
         round_part = rounded_to_8_bits if bits == 8 else rounded_to_4_bits
         parts = [round_part(weight[at : at + PART].float()) for at in range(0, len(weight), PART)]
         codes, scales, offsets = (torch.cat(values) for values in zip(*parts, strict=True))
-        self._num_workers = num_workers
-        self._weight = pack_quantized(codes, scales, offsets, bias, bits=bits)
+        packed = pack_quantized(codes, scales, offsets, bias, bits=bits)
+        return cls(packed, num_workers=num_workers)
 
     def __call__(self, x: Tensor, /) -> Tensor:
         return quant_linear(x, self._weight, num_workers=self._num_workers)
@@ -125,13 +136,28 @@ def rounded_to_4_bits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def prepare_quantized(bits: int) -> Prepare:
-    """Returns a `Prepare` for float32 or bfloat16."""
+    """Returns a `Prepare` for float32 or bfloat16, which rounds what is not coded already."""
 
     def prepare(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
         assert device.type == "cpu"
         num_workers = torch.get_num_threads()
         compile_quant_linear(dtype, num_workers, bits=bits)
-        return QuantLinear(linear.weight, linear.bias, bits=bits, num_workers=num_workers)
+        return QuantLinear.rounded(linear.weight, linear.bias, bits=bits, num_workers=num_workers)
+
+    return with_codes(prepare) if bits == BITS else prepare
+
+
+def with_codes(others: Prepare) -> Prepare:
+    """Returns a `Prepare` that keeps the codes of layers of 4 bits as they are."""
+
+    def prepare(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
+        if not isinstance(linear, CodedLinear) or linear.coded.group % CODES_PER_WORD:
+            return others(linear, device, dtype=dtype)
+        num_workers = torch.get_num_threads()
+        compile_quant_linear(dtype, num_workers, bits=BITS)
+        coded = linear.coded
+        packed = pack_quantized(coded.codes, coded.scales, coded.offsets, linear.bias, bits=BITS)
+        return QuantLinear(packed, num_workers=num_workers)
 
     return prepare
 

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aserve.gpu.device.cpu.weights import AVX512_BF16, CpuIsa, has_tiles, read_isa
+from aserve.gpu.device.cpu.weights import (
+    AVX512_BF16,
+    KERNEL_DTYPES,
+    CpuIsa,
+    has_tiles,
+    read_isa,
+)
 from aserve.gpu.weights.format import dtype_name
 from aserve.host.limits import usable_cpus
 from aserve.progress import shown_progress
@@ -17,7 +23,6 @@ from aserve.progress import shown_progress
 if TYPE_CHECKING:
     from aserve_kernels.cpu.build import KernelVariant
 
-KERNEL_DTYPES = (torch.float32, torch.bfloat16)  # that kernels/aserve_kernels/cpu are made for
 # What only some models, or models with some options, run.
 ON_DEMAND = ("lora", "latent_attention", "index_scores", "int8_linear", "int4_linear")
 

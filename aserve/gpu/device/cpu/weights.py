@@ -24,6 +24,7 @@ from aserve.gpu.layers.linear import prepare
 from aserve.gpu.weights.format import WeightFormat, WeightRequest, dtype_name
 
 AMX, AVX512_BF16 = "AMX", "AVX512-bf16"
+KERNEL_DTYPES = (torch.float32, torch.bfloat16)  # that kernels/aserve_kernels/cpu are made for
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +88,17 @@ def choose_cpu_format(request: WeightRequest, isa: CpuIsa) -> WeightFormat:
         format_ = replace(
             format_, max_threads=1, max_mixed_prefill_tokens=SMALL_MIXED_PREFILL_TOKENS
         )
-    if request.is_deterministic:
-        about = f"{format_.about}, each token alone"
-        return replace(format_, prepare=per_token(format_.prepare), about=about)
-    if request.quantization is not None or not has_tiles(format_.dtype, isa):
+    if request.quantization is None and not request.is_deterministic:
+        format_ = _tiled_format(format_, request, isa)
+    format_ = _with_codes(format_, request, isa)
+    if not request.is_deterministic:
+        return format_
+    about = f"{format_.about}, each token alone"
+    return replace(format_, prepare=per_token(format_.prepare), about=about)
+
+
+def _tiled_format(format_: WeightFormat, request: WeightRequest, isa: CpuIsa) -> WeightFormat:
+    if not has_tiles(format_.dtype, isa):
         return format_
     from aserve.gpu.device.cpu.kernel_linear import prepare_experts, prepare_tiled
 
@@ -120,7 +128,7 @@ def _quantized_format(request: WeightRequest, isa: CpuIsa) -> WeightFormat:
     format_ = _unquantized_format(request, isa)
     if request.quantization is None:
         return format_
-    if format_.dtype not in (torch.float32, torch.bfloat16):
+    if format_.dtype not in KERNEL_DTYPES:
         raise ConfigError(
             f"--quantization {request.quantization} multiplies in float32 or bfloat16 on the CPU, "
             f"not in {dtype_name(format_.dtype)}"
@@ -136,6 +144,17 @@ def _quantized_format(request: WeightRequest, isa: CpuIsa) -> WeightFormat:
     return WeightFormat(
         format_.dtype, PREPARE_QUANTIZED[name], about, stored_bits=QUANTIZATIONS[name]
     )
+
+
+def _with_codes(format_: WeightFormat, request: WeightRequest, isa: CpuIsa) -> WeightFormat:
+    """Keeps layers that the checkpoint has in 4 bits as they are, where they can be multiplied."""
+    is_kept = request.quantization is None and request.stored_quantization is not None
+    if not (is_kept and isa.has_numba and format_.dtype in KERNEL_DTYPES):
+        return format_
+    from aserve.gpu.device.cpu.kernel_linear import with_codes
+
+    about = f"{format_.about}, layers of 4 bits as they are"
+    return replace(format_, prepare=with_codes(format_.prepare), about=about)
 
 
 def _unquantized_format(request: WeightRequest, isa: CpuIsa) -> WeightFormat:

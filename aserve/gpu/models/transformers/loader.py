@@ -54,6 +54,10 @@ class TransformersLoader:
         return None if dtype is None else str(dtype).removeprefix("torch.")
 
     @property
+    def stored_quantization(self) -> str | None:
+        return None
+
+    @property
     def num_weights(self) -> int:
         with _refusing(self.kind.__name__), torch.device("meta"):
             skeleton = self.kind._from_config(self.config, attn_implementation=PAGED)
