@@ -102,7 +102,11 @@ def open_tiers(
         kv = None if transfers.kv is None else KvPort(None, transfers.kv)
         return Tiers(transfers.requests, kv, transfers.actors)
     if not isinstance(executor, HasKv):
-        raise ConfigError(f"{FLAG}: the device {resolved.machine.device} cannot transfer KV")
+        raise ConfigError(
+            f"{FLAG} needs an engine of one rank whose device can copy KV to host memory, not "
+            f"--device {resolved.machine.device} with {resolved.num_ranks} ranks and "
+            f"{resolved.machine.pipeline_parallel_size} pipeline stages"
+        )
     spec = executor.spec
     _check(spec, resolved)
     access = executor.kv_access()
