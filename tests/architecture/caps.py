@@ -21,7 +21,8 @@ KERNEL_DECORATORS = (
 )
 
 CORE_LINES = 8_000
-# The way of a request through one dense model, overlapped and streamed, on the CPU.
+# The way of a request through one dense model with a plain rope, overlapped and streamed, on the
+# CPU.
 CORE = (
     *(f"aserve/messages/{name}.py" for name in ("base", "executor", "output", "requests")),
     *(f"aserve/messages/{name}.py" for name in ("results", "step")),
@@ -39,7 +40,6 @@ CORE = (
     *("aserve/gpu/step/results.py", "aserve/gpu/step/ticket.py"),
     *("aserve/gpu/transfer/*", "aserve/gpu/decode/*", "aserve/gpu/kv/*"),
     *(f"aserve/gpu/layers/{name}.py" for name in ("linear", "mlp", "norm", "ops", "rope")),
-    "aserve/gpu/layers/rope_scaling.py",
     *(f"aserve/gpu/sampling/{name}.py" for name in ("draw", "gumbel", "ops", "params", "plan")),
     "aserve/gpu/sampling/sampler.py",
     *(f"aserve/gpu/models/{name}.py" for name in ("base", "decoder", "decoder_spec")),
