@@ -232,6 +232,9 @@ class _Drive:
         sources = [queue for queue in (self.arrivals, self.asks, self.tickets) if queue]
         if self.launches_ahead and self.has_launched:
             sources = [queue for queue in sources if queue is not self.tickets]
+        if self.tiers is not None and self.scheduler.state.groups:
+            # A prompt comes back when the one before it has ended, and its pages are evicted.
+            sources = [queue for queue in sources if queue is not self.arrivals] or sources
         if not self.brought.empty() and self.chaos.random() < 0.5:
             return self.brought.get_nowait()
         if not sources:

@@ -21,7 +21,15 @@ from tests.gpu.test_traces import traces as any_traces
 def traces(draw: st.DrawFn) -> Trace:
     trace = draw(any_traces())
     policy = draw(st.sampled_from(["write_through", "write_back"]))
-    options = {**trace.options, "prefix_cache": True, "hisparse": None, "kv_tiers": policy}
+    page_size = draw(st.sampled_from([1, 2, 4]))  # prompts have at most 24 tokens
+    options = {
+        **trace.options,
+        "page_size": page_size,
+        "num_pages": -(-36 // page_size) + 1 + draw(st.sampled_from([0, 1, 3, 100])),
+        "prefix_cache": True,
+        "hisparse": None,
+        "kv_tiers": policy,
+    }
     return dataclasses.replace(
         trace, options=options, fails=frozenset(), is_unsound=False, captures_at_start=False
     )
