@@ -14,13 +14,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from aserve.errors import ConfigError
 from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.diffusion.registry import ALGORITHMS as DENOISING
 from aserve.gpu.spec.registry import ALGORITHMS, COUPLED, VERIFICATIONS
-from aserve.messages.executor import TierPolicy
 from aserve.options.option import (
     ENV_PREFIX,
     Limits,
@@ -31,6 +30,9 @@ from aserve.options.option import (
     unknown_option,
 )
 from aserve.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+
+if TYPE_CHECKING:
+    from aserve.messages.executor import TierPolicy
 
 T = TypeVar("T")
 
