@@ -9,6 +9,7 @@ records, which hold addresses of weights, pools and tables, and sizes.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -20,6 +21,7 @@ from aserve.gpu.device.cpu.model_records import (
     is_covered,
     num_workers_of,
 )
+from aserve.gpu.device.cpu.team_choice import TeamChoice
 from aserve.gpu.device.fused_step import FusedWindows
 from aserve.gpu.kv.layer_groups import Mask
 from aserve.gpu.models.base import CausalModel, HiddenCapture
@@ -46,11 +48,11 @@ FEW_TOKENS = 256  # per row; above this, torch's attention within a prompt is fa
 class CompiledForward:
     """A `FusedDecoder`."""
 
-    __slots__ = ("_adapted", "_num_layers", "_num_workers", "_plain", "_records", "_state")
+    __slots__ = ("_adapted", "_num_layers", "_plain", "_records", "_state", "_team")
 
     def __init__(self, decoder: Decoder, state: DeviceState, *, num_workers: int = 1) -> None:
         self._state = state
-        self._num_workers = num_workers
+        self._team = TeamChoice(num_workers)
         self._num_layers = len(decoder.blocks)
         self._records = ModelRecords(decoder, state)
         self._plain = self._records.tables
@@ -67,7 +69,9 @@ class CompiledForward:
         slots = self._slots_of(rows, query_lens)
         tables = self._tables_for(slots, batch.capture)
         ids = batch.input_ids.numpy()
-        hidden, streams = decoder_forward(ids, own, slots, tables, num_workers=self._num_workers)
+        hidden, streams = self._team.run(
+            len(ids), lambda num: decoder_forward(ids, own, slots, tables, num_workers=num)
+        )
         _fill(batch.capture, streams)
         return hidden
 
@@ -92,10 +96,8 @@ class CompiledForward:
         ids = plan.input_ids.astype(np.int64)
         iteration = stamp_of(plan.iteration)
         tables = self._tables_for(slots, capture)
-        num = self._num_workers
-        done = decoder_step(
-            ids, own, slots, iteration, tables, is_block=is_block, num_workers=num
-        )  # fmt: skip
+        work = partial(decoder_step, ids, own, slots, iteration, tables, is_block=is_block)
+        done = self._team.run(len(ids), lambda num: work(num_workers=num))
         _fill(capture, done.streams)
         num, width = len(plan.logits.rows), int(plan.logits.windows.max(initial=1))
         layout = Layout(num, width, len(plan.logits.tokens), 0, 0, num_prompt_words=0)
@@ -143,5 +145,6 @@ def make_compiled_forward(model: CausalModel, state: DeviceState) -> CompiledFor
     if not is_covered(model, masks=(Mask.CAUSAL,)):
         return None
     num_workers = team_size(num_workers_of(model))
-    compile_decoder_forward(model.dtype, num_workers)
+    for num in {1, num_workers}:
+        compile_decoder_forward(model.dtype, num)
     return CompiledForward(model, state, num_workers=num_workers)

@@ -52,6 +52,8 @@ def kernels_of(dtype: torch.dtype, isa: CpuIsa, *, num_threads: int) -> list[Ker
     if has_tiles(dtype, isa):
         num = min(num_threads, 2) if dtype == torch.bfloat16 else 1
         variants += _variants(["decoder_forward", "packed_linear"], dtype, num_threads=num)
+        if num > 1:  # a step may be left to one thread
+            variants += _variants(["decoder_forward"], dtype)
     variants += _variants(["draw", "shared_table", "suffix_match"], torch.float32)
     parallel = ["paged_attention"]
     if dtype == torch.bfloat16 and isa.bf16_products == AVX512_BF16:
