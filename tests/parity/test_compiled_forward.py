@@ -14,7 +14,7 @@ from torch import Tensor
 from aserve.gpu.attention.reference import TorchReference
 from aserve.gpu.build import BuildOptions, assemble
 from aserve.gpu.decode.registry import MODES
-from aserve.gpu.device.cpu import fused_decoder
+from aserve.gpu.device.cpu import fused_decoder, team_choice
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.device.cpu.fused_decoder import FEW_TOKENS, CompiledForward, make_compiled_forward
 from aserve.gpu.device.cpu.kernel_linear import prepare_tiled
@@ -197,6 +197,7 @@ async def test_a_team_of_threads_changes_no_bit(
 ) -> None:
     step = Mock(side_effect=decoder_step)
     monkeypatch.setattr(fused_decoder, "decoder_step", step)
+    monkeypatch.setattr(team_choice, "FIRST", 1 << 20)  # no step is left to fewer threads
     dtype, num_threads = torch.bfloat16, torch.get_num_threads()
     directory = rounded(reference_of(kind), dtype, tmp_path)
     try:
