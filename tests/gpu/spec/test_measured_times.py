@@ -58,17 +58,19 @@ def test_each_kind_of_step_is_measured_for_as_many_rows_as_there_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A clock goes on by what each step would cost: 1 ms, 10 for the drafter to catch up with it,
-    and 100 for each row of it that drafts."""
-    executor, now_ms = make("STANDALONE"), 0
+    and 100 for each row of it that drafts. One step has to wait for a second."""
+    executor, now_ms, num_launches = make("STANDALONE"), 0, 0
     launch = executor.launch
     wanted: set[int] = set()
 
     def timed(batch: ScheduleBatch) -> StepTicket:
-        nonlocal now_ms
+        nonlocal now_ms, num_launches
+        num_launches += 1
         drafts = [] if batch.verify is None else array_i32(batch.verify.num_drafts).tolist()
         wanted.update(num for num in drafts if num)
         num_drafting = sum(num > 0 for num in drafts)
         now_ms += 1 + 10 * (not batch.skips_drafter) + 100 * num_drafting
+        now_ms += 1000 * (num_launches == 12)
         return launch(batch)
 
     clock = SimpleNamespace(perf_counter=lambda: now_ms / 1000)
