@@ -70,7 +70,7 @@ def test_each_kind_of_step_is_measured_for_as_many_rows_as_there_are(
         wanted.update(num for num in drafts if num)
         num_drafting = sum(num > 0 for num in drafts)
         now_ms += 1 + 10 * (not batch.skips_drafter) + 100 * num_drafting
-        now_ms += 1000 * (num_launches == 12)
+        now_ms += 1000 * (num_launches == 16)
         return launch(batch)
 
     clock = SimpleNamespace(perf_counter=lambda: now_ms / 1000)
