@@ -158,8 +158,11 @@ class Checkpoint:
         def read(suffix: str) -> Tensor | None:
             return self._values(parts[suffix]).to(CPU) if suffix in parts else None
 
-        with self._explained(name):
-            return int4.read_coded(self._method, read)
+        try:
+            with self._explained(name):
+                return int4.read_coded(self._method, read)
+        except ConfigError as error:
+            raise ConfigError(f"{self.directory}: {name}: {error}") from error
 
     def _widened(self, name: str, stored: Tensor, part: tuple[slice, ...]) -> Tensor:
         if name not in self._scales or self._block is None:

@@ -28,6 +28,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from aserve.errors import ConfigError
 from aserve.gpu.layers.linear import Linear
 
 Method = Literal["awq", "gptq", "gptq_v2", "compressed-tensors"]
@@ -79,7 +80,7 @@ def joined(parts: Sequence[CodedWeight]) -> CodedWeight | None:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What a method calls the tensors of a layer."""
+    """The suffixes of a layer's tensors."""
 
     values: str
     zeros: str
@@ -110,7 +111,9 @@ def whole_shape(method: Method, values: Shape, scales: Shape) -> Shape | None:
 
 def read_coded(method: Method, read: Callable[[str], Tensor | None]) -> tuple[CodedWeight, Tensor]:
     """Reads the tensors of a layer, by their suffixes. Returns the weight, with inputs that are
-    sorted by their groups, and where each input of the layer stands there, int64 [in]."""
+    sorted by their groups, and where each input of the layer stands there, int64 [in]. Raises
+    ConfigError.
+    """
     names = NAMES[method]
     values, scales, zeros = (read(name) for name in (names.values, names.scales, names.zeros))
     assert values is not None
@@ -125,12 +128,17 @@ def read_coded(method: Method, read: Callable[[str], Tensor | None]) -> tuple[Co
         codes, scales = _unpacked(values.T, IN_ORDER), scales.T
         zero = None if zeros is None else _unpacked(zeros, IN_ORDER).T + (method == "gptq")
     wide = scales.float()
+    if zero is not None and zero.shape != wide.shape:
+        raise ConfigError(f"zeros of {tuple(zero.shape)} do not fit scales of {tuple(wide.shape)}")
     offsets = torch.zeros_like(wide) if zero is None else (MIDDLE - zero) * wide
     codes = (codes - MIDDLE).to(torch.int8)
     group_of = read(names.group_of)
     order = torch.arange(codes.shape[1])
     if group_of is not None:
-        order = torch.sort(group_of.long(), stable=True).indices
+        numbers, order = torch.sort(group_of.long(), stable=True)
+        num_groups = wide.shape[1]
+        if not torch.equal(numbers, torch.arange(len(order)) // (len(order) // num_groups)):
+            raise ConfigError(f"{names.group_of} does not name {num_groups} groups of equal sizes")
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order))
     return CodedWeight(codes[:, order].contiguous(), wide, offsets), places

@@ -127,5 +127,28 @@ def test_codes_and_scales_that_do_not_belong_together_are_refused(tmp_path: Path
 def test_other_numbers_of_bits_are_refused(tmp_path: Path) -> None:
     stored, _ = quantized("gptq")
     config = {"quantization_config": {"quant_method": "gptq", "bits": 3}}
-    with pytest.raises(ConfigError, match="awq or gptq of 4 bits"):
+    with pytest.raises(ConfigError, match=r"awq \(gemm\) or gptq of 4 bits"):
         load_model(write_checkpoint(tmp_path, stored, **config, **SIZES))
+
+
+def test_another_layout_of_awq_is_refused(tmp_path: Path) -> None:
+    stored, _ = quantized("awq")
+    config = {"quantization_config": {**CONFIGS["awq"], "version": "gemv"}}
+    with pytest.raises(ConfigError, match=r"awq \(gemm\) or gptq of 4 bits"):
+        load_model(write_checkpoint(tmp_path, stored, **config, **SIZES))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "tensor", "message"),
+    [
+        ("g_idx", torch.zeros(16, dtype=torch.int32), "does not name 2 groups of equal sizes"),
+        ("qzeros", torch.zeros((1, 4), dtype=torch.int32), r"zeros of \(32, 1\) do not fit"),
+    ],
+)
+def test_groups_and_zeros_that_do_not_fit_the_scales_are_refused(
+    suffix: str, tensor: Tensor, message: str, tmp_path: Path
+) -> None:
+    stored, _ = quantized("gptq")
+    stored[f"model.layers.0.mlp.up_proj.{suffix}"] = tensor
+    with pytest.raises(ConfigError, match=message):
+        load_model(write(tmp_path, "gptq", stored))

@@ -148,14 +148,15 @@ def quantization_of(fields: Fields) -> Quantization | None:
         if len(sizes) != 2 or min(sizes) < 1:
             section.refuse("weight_block_size", expected="two positive integers")
         return sizes[0], sizes[1]
-    if method in ("awq", "gptq") and section.integer("bits") == BITS:
+    has_layout = method != "awq" or section.text("version", default="gemm").lower() == "gemm"
+    if method in ("awq", "gptq") and section.integer("bits") == BITS and has_layout:
         is_second = section.text("checkpoint_format", default="gptq") == "gptq_v2"
         return "awq" if method == "awq" else "gptq_v2" if is_second else "gptq"
     if method == "compressed-tensors" and section.text("format", default="") == "pack-quantized":
         return "compressed-tensors"
     fields.refuse(
         QUANTIZATION,
-        expected="none, mxfp4, fp8 with a weight_block_size, awq or gptq of 4 bits, or "
+        expected="none, mxfp4, fp8 with a weight_block_size, awq (gemm) or gptq of 4 bits, or "
         "compressed-tensors in the format pack-quantized: other quantized checkpoints are "
         "unsupported",
     )
