@@ -65,7 +65,7 @@ async def measure_steps(executor: Executor) -> StepTimes:
 
 
 def _most_rows(spec: EngineSpec) -> int:
-    """Returns how many rows have pages and tokens enough for all turns."""
+    """Returns how many rows have pages for all their tokens."""
     pages = min(group.num_pages - 1 for group in spec.groups)
     by_pages = pages // (-(-_row_len(spec) // spec.page_size) + 1)
     return min(spec.max_rows, by_pages, spec.max_batched_tokens // spec.decode.max_tokens_per_step)

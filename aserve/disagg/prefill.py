@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """What both sides must have in common. `model` names the weights."""
+    """Both sides must have the same key and model. `model` names the weights."""
 
     key: str
     model: str

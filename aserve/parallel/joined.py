@@ -68,7 +68,7 @@ class JoinedTicket:
 
 
 class RowsOfRanks:
-    """What the other ranks still have to answer. Each of them answers in the order of the calls."""
+    """Awaits the answers of the other ranks, each of which answers in the order of the calls."""
 
     __slots__ = ("_awaited", "_loop")
 

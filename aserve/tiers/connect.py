@@ -80,7 +80,7 @@ class Lookups:
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """What `Transfers` has, with the tiers beside it."""
+    """Takes the place of `Transfers`, with the tiers beside it."""
 
     requests: Sink[SchedulerEvent]
     kv: Sink[KvEvent] | None

@@ -48,7 +48,7 @@ class AnyEncoderSpec(Protocol):
 
     @property
     def head_pooling(self) -> PoolingMode:
-        """What the head of a classifier is given."""
+        """Names the hidden state that a classifier's head gets."""
 
     def build(self, weights: WeightSource, *, max_model_len: int) -> CausalModel: ...
 

@@ -1,4 +1,4 @@
-"""Where the copies of experts go, so that every rank gets about as many tokens.
+"""Places the copies of experts, so that every rank gets about as many tokens.
 
 The balancer of DeepSeek-V3 in its global form, https://github.com/deepseek-ai/EPLB: first the
 expert with the most tokens per copy gets one more copy, until all slots are used; then the copies,

@@ -120,7 +120,7 @@ class Work(Protocol):
 
 
 class _Group(Protocol):
-    """What is used of torch's process groups. Their stubs have no collectives."""
+    """Types the part of torch's process groups that is used; their stubs have no collectives."""
 
     def allgather(
         self, every: list[list[Tensor]], own: list[Tensor], options: AllgatherOptions, /

@@ -21,7 +21,7 @@ Part = tuple[Tensor, ...]
 
 
 class AllToAll(Protocol):
-    """What is used of torch's process groups. Their stubs have no collectives."""
+    """Types the part of torch's process groups that is used; their stubs have no collectives."""
 
     def alltoall_base(
         self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int], /
