@@ -390,6 +390,12 @@ class DisaggregationOptions:
     disaggregation_bootstrap_port: int = option(
         8998, "port on which a prefill engine listens for decode engines", Limits(1, 65535)
     )
+    disaggregation_transfer_backend: str = option(
+        "auto",
+        "how KV travels between prefill and decode engines: tcp, or shm, memory that both map, on "
+        "one machine; auto: shm where both sides can",
+        Limits(choices=("auto", "tcp", "shm")),
+    )
     disaggregation_key: str | None = option(
         None,
         "a secret that both sides must have; what travels is not encrypted",

@@ -14,6 +14,7 @@ from aserve.actors.scheduler import PeerEvent
 from aserve.actors.supervisor import Supervised
 from aserve.channel import Sink
 from aserve.config import DisaggregationOptions, Resolved
+from aserve.disagg.carriers import Inlets
 from aserve.disagg.decode import Awaiting, KvReceiver
 from aserve.disagg.prefill import KvSender, Peers, WithoutTransfers, listen
 from aserve.disagg.wire import address_of
@@ -81,9 +82,14 @@ def open_transfers(
     key = options.disaggregation_key or ""
     if mode == "decode":
         addresses = _addresses(options)
-        receiver = KvReceiver(access, events, addresses, key=key, model=model, report=report)
+        inlets = Inlets(options.disaggregation_transfer_backend)
+        receiver = KvReceiver(
+            access, events, addresses, key=key, model=model, report=report, inlets=inlets
+        )
         return Transfers(Awaiting(events), text, receiver, (receiver,))
-    sender = KvSender(access, events, Peers(key, model), _listen(options), report)
+    backend = options.disaggregation_transfer_backend
+    sock = _listen(options)
+    sender = KvSender(access, events, Peers(key, model), sock, report, backend=backend)
     return Transfers(events, WithoutTransfers(text, sender), sender, (sender,))
 
 

@@ -14,12 +14,15 @@ import msgspec
 
 from aserve.actors.base import Actor
 from aserve.channel import Sink
+from aserve.disagg.carriers import Inlet, Inlets, receive_values
 from aserve.disagg.wire import (
     VERSION,
     Block,
+    Choice,
     Connection,
     Failed,
     Fetch,
+    Offers,
     TransferError,
     TransferRefused,
     Waiting,
@@ -83,6 +86,7 @@ class _Transfer:
     asked: ReceiveKv
     done: int
     connection: Connection | None = None
+    carrier: str = "none"  # none before a prefill engine has made an offer
     is_cancelled: bool = False
     num_bytes: int = 0
     writes: deque[Future[None]] = field(default_factory=deque)
@@ -114,8 +118,10 @@ class KvReceiver(Actor[None]):
         key: str,
         model: str,
         report: Callable[[KvTransferred], None],
+        inlets: Inlets,
     ) -> None:
         super().__init__("kv-receiver")
+        self._inlets = inlets
         self._access = access
         self._events = events
         self._peers = [_Peer(address) for address in addresses]
@@ -147,7 +153,9 @@ class KvReceiver(Actor[None]):
         del self._transfers[asked.request_id, asked.child]
         outcome = "ok" if reason is None else "cancelled" if transfer.is_cancelled else "failed"
         seconds = time.monotonic() - began_s
-        self._report(KvTransferred("received", outcome, transfer.num_bytes, seconds))
+        self._report(
+            KvTransferred("received", outcome, transfer.carrier, transfer.num_bytes, seconds)
+        )
         if reason is None:
             self._events.send(KvReady(asked.request_id, asked.child, b""))
             return
@@ -173,6 +181,7 @@ class KvReceiver(Actor[None]):
                 reason = f"{peer}: {refusal}"
             except (OSError, TransferError, RuntimeError) as error:
                 reason = f"{peer}: {error}"
+                self._inlets.forget()
                 if not transfer.is_cancelled:
                     peer.failed_at_s = time.monotonic()
             finally:
@@ -194,19 +203,34 @@ class KvReceiver(Actor[None]):
                 namespace=asked.namespace,
             )
         )
+        inlet = self._agree(connection)
+        transfer.carrier = inlet.carrier
         while transfer.done < transfer.stop:
             match connection.receive():
                 case Block() as block:
-                    self._take(transfer, connection, block)
+                    self._take(transfer, connection, inlet, block)
                 case Failed(reason):
                     raise TransferRefused(reason)
                 case Waiting():
                     pass
-                case Fetch():
-                    raise TransferError("the peer asks, too: it is no prefill engine")
+                case message:
+                    raise TransferError(f"{message} is not what a prefill engine says")
         transfer.settle()
 
-    def _take(self, transfer: _Transfer, connection: Connection, block: Block) -> None:
+    def _agree(self, connection: Connection) -> Inlet:
+        match connection.receive():
+            case Offers() as offers:
+                inlet = self._inlets.choose(offers)
+            case Failed(reason):
+                raise TransferRefused(reason)
+            case message:
+                raise TransferError(f"{message} is no offer: the peer is no prefill engine")
+        connection.send(Choice(inlet.carrier))
+        return inlet
+
+    def _take(
+        self, transfer: _Transfer, connection: Connection, inlet: Inlet, block: Block
+    ) -> None:
         stop = block.first + block.num_tokens
         size = block.num_tokens * self._access.bytes_per_token
         is_next = block.first == transfer.done < stop <= transfer.stop
@@ -215,7 +239,7 @@ class KvReceiver(Actor[None]):
                 f"a block of tokens {block.first} to {stop} with {block.num_bytes} bytes, not the "
                 f"next of {transfer.done} to {transfer.stop} with {size}"
             )
-        values = connection.receive_values(block)
+        values = receive_values(connection, inlet, block)
         ids = transfer.asked.token_ids[4 * block.first : 4 * stop]
         transfer.settle(most=MAX_WRITES - 1)
         transfer.writes.append(self._access.write(transfer.asked.pages, block.first, ids, values))

@@ -7,7 +7,8 @@
 # request for the prompt (max_tokens 0, so that nothing is sampled). For each SendKv of the
 # scheduler it asks the device for the new KV, at once: the read is then ordered before the next
 # launch, and only later launches can write the pages. So no page need be held for a peer that reads
-# slowly. What is read waits on the host; MAX_TRANSFERS bounds that.
+# slowly. What is read waits on the host; MAX_TRANSFERS bounds that. From there it is sent over the
+# connection, or laid out in memory that the peer reads (carriers.py).
 
 from __future__ import annotations
 
@@ -25,12 +26,15 @@ from dataclasses import dataclass, field
 
 from aserve.actors.base import Actor
 from aserve.channel import Sink
+from aserve.disagg.arena import Arena, can_share
+from aserve.disagg.carriers import Outlet, agree
 from aserve.disagg.wire import (
     VERSION,
     WAITING_S,
     Connection,
     Failed,
     Fetch,
+    Offers,
     TransferError,
     Waiting,
 )
@@ -44,7 +48,7 @@ from aserve.messages.transfers import HostKv, KvAccess, ReceiveKv, SendKv
 from aserve.observability.reports import KvTransferred
 
 MAX_TRANSFERS = 256  # connections at a time
-PART_BYTES = 16 << 20  # one is copied while the one before it is sent
+PART_BYTES = 4 << 20  # one is copied while the one before it is sent
 CLIENT = "disaggregation"  # has one share of the engine beside its own clients
 
 logger = logging.getLogger(__name__)
@@ -67,6 +71,9 @@ class Peers:
         ):
             if mine != its:
                 return f"the two engines differ in their {what}: {mine} here, {its} there"
+        length = len(array_i32(fetch.token_ids))
+        if not 0 <= fetch.first < length - 1:
+            return f"there is nothing to send from token {fetch.first} on of a prompt of {length}"
         return None
 
 
@@ -85,6 +92,7 @@ class _Transfer:
     num_tokens: int
     sent_len: int  # tokens that the peer has, or whose KV is in `parts`
     num_bytes: int = 0  # on their way or there
+    carrier: str = "none"
     parts: queue.SimpleQueue[_Part | str | None] = field(default_factory=queue.SimpleQueue)
 
 
@@ -98,9 +106,16 @@ class KvSender(Actor[None]):
         peers: Peers,
         sock: socket.socket,
         report: Callable[[KvTransferred], None],
+        *,
+        backend: str = "auto",
     ) -> None:
-        """`sock` listens."""
+        """`sock` listens. `backend` is --disaggregation-transfer-backend."""
         super().__init__("kv-sender")
+        self.arena = Arena() if backend in ("auto", "shm") and can_share() else None
+        self._offers = Offers(
+            is_inline=backend in ("auto", "tcp"),
+            shared=None if self.arena is None else self.arena.place,
+        )
         self._access = access
         self._part_len = max(1, PART_BYTES // access.bytes_per_token)
         self._events = events
@@ -128,6 +143,8 @@ class KvSender(Actor[None]):
             connection.abort()
         await super().stop()
         self._sock.close()
+        if self.arena is not None:
+            self.arena.close()
 
     def owns(self, request_id: str) -> bool:
         return request_id in self._transfers
@@ -162,7 +179,7 @@ class KvSender(Actor[None]):
             loop.call_soon_threadsafe(self._admit, transfer, fetch)
             return transfer
 
-        work = functools.partial(_talk, connection, self._access.geometry, self._peers, begin)
+        work = functools.partial(self._talk, connection, begin)
         try:
             await in_thread(work, name="kv-sender")
         except (OSError, TransferError) as error:
@@ -172,11 +189,29 @@ class KvSender(Actor[None]):
             connection.close()
             self._connections.discard(connection)
             num_bytes = sum(each.num_bytes for each in transfers)
+            carrier = transfers[0].carrier if transfers else "none"
             seconds = time.monotonic() - began_s
-            self._report(KvTransferred("sent", outcome, num_bytes, seconds))
+            self._report(KvTransferred("sent", outcome, carrier, num_bytes, seconds))
             for transfer in transfers:
                 if self._transfers.pop(transfer.request_id, None) is not None:
                     self._events.send(Cancel(transfer.request_id, None, 0, "cancelled"))
+
+    def _talk(self, connection: Connection, begin: Callable[[Fetch], _Transfer]) -> None:
+        """The whole conversation, on a thread of its own."""
+        fetch = connection.receive()
+        if not isinstance(fetch, Fetch):
+            raise TransferError(f"a conversation begins with a Fetch, not with {fetch}")
+        refusal = self._peers.refusal(fetch, self._access.geometry)
+        if refusal is not None:
+            connection.send(Failed(refusal))
+            return
+        transfer = begin(fetch)
+        transfer.carrier = agree(connection, self._offers)
+        outlet = Outlet(connection, None if transfer.carrier == "tcp" else self.arena)
+        try:
+            _send_parts(connection, transfer, outlet)
+        finally:
+            outlet.close()
 
     def _admit(self, transfer: _Transfer, fetch: Fetch) -> None:
         self._transfers[transfer.request_id] = transfer
@@ -205,21 +240,7 @@ class WithoutTransfers:
         self._text.send(message)
 
 
-def _talk(
-    connection: Connection, geometry: str, peers: Peers, begin: Callable[[Fetch], _Transfer]
-) -> None:
-    """The whole conversation, on a thread of its own."""
-    fetch = connection.receive()
-    if not isinstance(fetch, Fetch):
-        raise TransferError(f"a conversation begins with a Fetch, not with {fetch}")
-    refusal = peers.refusal(fetch, geometry)
-    length = len(array_i32(fetch.token_ids))
-    if refusal is None and not 0 <= fetch.first < length - 1:
-        refusal = f"there is nothing to send from token {fetch.first} on of a prompt of {length}"
-    if refusal is not None:
-        connection.send(Failed(refusal))
-        return
-    transfer = begin(fetch)
+def _send_parts(connection: Connection, transfer: _Transfer, outlet: Outlet) -> None:
     while True:
         try:
             part = transfer.parts.get(timeout=WAITING_S)
@@ -227,12 +248,13 @@ def _talk(
             connection.send(Waiting())
             continue
         if part is None:
+            outlet.end()
             return
         if isinstance(part, str):
             connection.send(Failed(part))
             return
         values = part.values.result()()
-        connection.send_block(part.first, part.num_tokens, values)
+        outlet.send(part.first, part.num_tokens, values)
         transfer.num_bytes += len(values)
 
 

@@ -1,11 +1,13 @@
 """The protocol of transfers: one connection for each, with messages and blocks of KV.
 
-The decode side sends one Fetch. The prefill side answers with Blocks in order, which cover the
-tokens that were asked for, or with Failed. It sends Waiting when it has nothing else to send, so
-that a peer which says nothing for IDLE_S is known to be gone.
+The decode side sends one Fetch. The prefill side answers with Offers, the carriers by which the
+bytes of blocks can travel, of which the decode side takes one by Choice. Then come Blocks in order,
+which cover the tokens that were asked for, or Failed. The prefill side sends Waiting when it has
+nothing else to send, so that a peer which says nothing for IDLE_S is known to be gone.
 
-A message is its length (4 bytes, little-endian), msgpack, and for a Block its bytes. Every Block
-has a checksum (CRC-32), because a changed byte would change the answer and nothing else.
+A message is its length (4 bytes, little-endian) and msgpack. The bytes of a Block follow, or lie in
+the memory of the prefill side until the decode side answers with Taken. Every Block has a checksum
+(CRC-32), because a changed byte would change the answer and nothing else.
 """
 
 from __future__ import annotations
@@ -13,20 +15,20 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-import zlib
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
-import numpy as np
 
-VERSION = 1
+VERSION = 2
 CONNECT_S = 5.0
 IDLE_S = 10.0
 WAITING_S = 1.0  # between two signs of life
 MAX_MESSAGE_BYTES = 64 << 20  # a Fetch has the ids of a prompt, and all else is small
-MAX_BLOCK_BYTES = 256 << 20
 
 LENGTH = struct.Struct("<I")
+
+# tcp: the bytes of a Block follow it. shm: they lie in memory that both sides have mapped.
+Carrier: TypeAlias = Literal["tcp", "shm"]
 
 
 class Fetch(msgspec.Struct, frozen=True, tag=True):
@@ -44,13 +46,42 @@ class Fetch(msgspec.Struct, frozen=True, tag=True):
     namespace: str
 
 
+class SharedPlace(msgspec.Struct, frozen=True, tag=True):
+    """Memory of the prefill side, for a peer on the same machine (arena.py)."""
+
+    process: int
+    file: int
+    token: bytes
+    num_bytes: int
+
+
+class Offers(msgspec.Struct, frozen=True, tag=True):
+    """The carriers that the prefill side has."""
+
+    is_inline: bool = True  # bytes of blocks may follow them
+    shared: SharedPlace | None = None
+
+
+class Choice(msgspec.Struct, frozen=True, tag=True):
+    """The carrier of this transfer."""
+
+    carrier: Carrier
+
+
 class Block(msgspec.Struct, frozen=True, tag=True):
-    """The KV of `num_tokens` tokens from `first` on; `num_bytes` follow."""
+    """The KV of `num_tokens` tokens from `first` on. Its bytes follow, or lie at `offset` of the
+    memory that was offered.
+    """
 
     first: int
     num_tokens: int
     num_bytes: int
     checksum: int
+    offset: int | None = None
+
+
+class Taken(msgspec.Struct, frozen=True, tag=True):
+    """The decode side has copied the bytes of one more Block with an offset, in their order."""
 
 
 class Waiting(msgspec.Struct, frozen=True, tag=True):
@@ -63,7 +94,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Message: TypeAlias = Fetch | Block | Waiting | Failed
+Message: TypeAlias = Fetch | Offers | Choice | Block | Taken | Waiting | Failed
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Message)
@@ -92,8 +123,8 @@ class Connection:
         body = _ENCODER.encode(message)
         self._socket.sendall(LENGTH.pack(len(body)) + body)
 
-    def send_block(self, first: int, num_tokens: int, values: memoryview) -> None:
-        self.send(Block(first, num_tokens, len(values), zlib.crc32(values)))
+    def send_values(self, block: Block, values: memoryview) -> None:
+        self.send(block)
         self._socket.sendall(values)
 
     def receive(self) -> Message:
@@ -107,14 +138,14 @@ class Connection:
             raise TransferError(f"not a message of this protocol: {error}") from None
         return message
 
-    def receive_values(self, block: Block) -> memoryview:
-        if block.num_bytes > MAX_BLOCK_BYTES:
-            raise TransferError(f"a block of {block.num_bytes} bytes: at most {MAX_BLOCK_BYTES}")
-        values: memoryview = np.empty(block.num_bytes, np.uint8).data  # not zeroed first
-        self._fill(values)
-        if (found := zlib.crc32(values)) != block.checksum:
-            raise TransferError(f"the checksum of a block is {found:#x}, not {block.checksum:#x}")
-        return values
+    def fill(self, values: memoryview) -> None:
+        """Receives bytes that follow a message."""
+        done = 0
+        while done < len(values):
+            received = self._socket.recv_into(values[done:])
+            if not received:
+                raise ConnectionError("the peer closed the connection")
+            done += received
 
     def abort(self) -> None:
         """Ends what the connection's thread is doing with an OSError."""
@@ -126,16 +157,8 @@ class Connection:
 
     def _exactly(self, num_bytes: int) -> bytearray:
         data = bytearray(num_bytes)
-        self._fill(memoryview(data))
+        self.fill(memoryview(data))
         return data
-
-    def _fill(self, view: memoryview) -> None:
-        done = 0
-        while done < len(view):
-            received = self._socket.recv_into(view[done:])
-            if not received:
-                raise ConnectionError("the peer closed the connection")
-            done += received
 
 
 def connect(host: str, port: int) -> Connection:

@@ -104,11 +104,12 @@ class GrammarCompiled(Message, frozen=True):
 
 class KvTransferred(Message, frozen=True):
     """A transfer of KV has ended. `direction` is sent or received, `outcome` ok, failed or
-    cancelled.
+    cancelled; `carrier` is tcp, shm or none if there was no talk of it.
     """
 
     direction: str
     outcome: str
+    carrier: str
     num_bytes: int
     seconds: float
 

@@ -19,10 +19,12 @@ import pytest
 
 from aserve.config import Facts, Raw, resolve
 from aserve.disagg import wire
+from aserve.disagg.arena import NUM_SLOTS
+from aserve.disagg.carriers import Inlets, Outlet, agree
 from aserve.disagg.connect import fingerprint, open_transfers
 from aserve.disagg.decode import KvReceiver
 from aserve.disagg.prefill import KvSender, Peers, listen
-from aserve.disagg.wire import Block, Connection, Failed, Fetch
+from aserve.disagg.wire import Block, Connection, Failed, Fetch, Offers
 from aserve.errors import ConfigError, StepError
 from aserve.messages.base import array_i32, pack_i32
 from aserve.messages.executor import DecodeCaps, EngineSpec, SchedulerEvent
@@ -108,12 +110,12 @@ class Side:
 
 
 class Prefill(Side):
-    def __init__(self) -> None:
+    def __init__(self, backend: str = "auto") -> None:
         super().__init__()
         sock = listen("127.0.0.1", 0)
         self.address: tuple[str, int] = sock.getsockname()[:2]
         peers = Peers("secret", "a model")
-        self.actor = KvSender(self.access, self.events, peers, sock, self.report)
+        self.actor = KvSender(self.access, self.events, peers, sock, self.report, backend=backend)
 
     async def admitted(self) -> AdmitRequest:
         event = await self.events.next()
@@ -128,15 +130,16 @@ class Prefill(Side):
 
 
 class Decode(Side):
-    def __init__(self, *addresses: tuple[str, int], key: str = "secret") -> None:
+    def __init__(self, *addresses: tuple[str, int], backend: str = "auto") -> None:
         super().__init__()
         self.actor = KvReceiver(
             self.access,
             self.events,
             addresses,
-            key=key,
+            key="secret",
             model="a model",
             report=self.report,
+            inlets=Inlets(backend),
         )
 
     def ask(self, first: int = 0) -> None:
@@ -167,11 +170,16 @@ async def running(*sides: Prefill | Decode) -> AsyncIterator[None]:
         await side.actor.stop()
 
 
-@pytest.fixture
-async def prefill() -> AsyncIterator[Prefill]:
-    side = Prefill()
+@pytest.fixture(params=["shm", "tcp"])
+async def prefill(request: pytest.FixtureRequest) -> AsyncIterator[Prefill]:
+    """Its peers take what it offers."""
+    side = Prefill(request.param)
     async with running(side):
         yield side
+    for thread in threading.enumerate():
+        if thread.name == "kv-sender":
+            thread.join(10)
+    assert side.actor.arena is None or side.actor.arena.num_free == NUM_SLOTS
 
 
 Script = Callable[[Connection], object]
@@ -186,6 +194,7 @@ def peer(script: Script) -> Iterator[tuple[str, int]]:
             accepted, _ = sock.accept()
             with contextlib.closing(Connection(accepted)) as connection:
                 connection.receive()
+                agree(connection, Offers())
                 script(connection)
 
     with socket.create_server(("127.0.0.1", 0)) as sock:
@@ -196,12 +205,12 @@ def peer(script: Script) -> Iterator[tuple[str, int]]:
 
 
 def block(connection: Connection, first: int, stop: int) -> None:
-    connection.send_block(first, stop - first, memoryview(pack_i32(PROMPT[first:stop])))
+    values = memoryview(pack_i32(PROMPT[first:stop]))
+    Outlet(connection, None).send(first, stop - first, values)
 
 
 def wrong_checksum(connection: Connection) -> None:
-    connection.send(Block(0, 1, SIZE, checksum=1))
-    connection._socket.sendall(bytes(SIZE))
+    connection.send_values(Block(0, 1, SIZE, checksum=1), memoryview(bytes(SIZE)))
 
 
 def silence(connection: Connection) -> None:
@@ -222,8 +231,9 @@ BAD_PEERS: dict[str, tuple[Script, str]] = {
     "an endless message": (lambda c: c._socket.sendall(b"\xff" * 4), "4294967295 bytes: at most"),
     "asks back": (
         lambda c: c.send(Fetch(1, "", "", "", 0, b"", "")),
-        "it is no prefill engine",
+        "is not what a prefill engine says",
     ),
+    "a block elsewhere": (lambda c: c.send(Block(0, 1, SIZE, 0, 0)), "its bytes should follow"),
     "refuses": (lambda c: c.send(Failed("the queue is full")), "the queue is full"),
     "says nothing": (silence, "timed out"),
 }
@@ -307,7 +317,7 @@ async def test_a_peer_that_failed_is_left_alone_for_a_while(
         ({"key": "another"}, "--disaggregation-key is another one here"),
         ({"model": "b"}, "differ in their model: a model here, b there"),
         ({"geometry": "g"}, "differ in their KV: toy here, g there"),
-        ({"version": 9}, "differ in their protocol: 1 here, 9 there"),
+        ({"version": 9}, "differ in their protocol: 2 here, 9 there"),
         ({"first": 2}, "nothing to send from token 2 on of a prompt of 3"),
         ({"first": -1}, "nothing to send from token -1 on of a prompt of 3"),
     ],
@@ -316,7 +326,7 @@ async def test_a_fetch_that_does_not_fit_is_refused(
     prefill: Prefill, change: dict[str, Any], reason: str
 ) -> None:
     fields: dict[str, Any] = {
-        "version": 1,
+        "version": 2,
         "key": "secret",
         "model": "a model",
         "geometry": "toy",

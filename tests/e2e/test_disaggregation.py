@@ -97,6 +97,18 @@ async def test_answers_are_those_of_one_server(
     assert await received(session, decode, "ok") == before + is_fetched
 
 
+async def test_two_servers_on_one_machine_share_memory(
+    prefill: ServerProcess, decode: ServerProcess, session: aiohttp.ClientSession
+) -> None:
+    await ask(session, decode, prompt=f"shared memory {STORY}")
+    for server, direction in ((prefill, "sent"), (decode, "received")):
+        async with session.get(f"{server.address}/metrics") as response:
+            text = await response.text()
+        labels = rf'carrier="(\w+)",direction="{direction}"'
+        found = re.findall(rf"aserve_kv_transfer_bytes_total{{{labels}}} (\S+)", text)
+        assert [(carrier, float(size) > 0) for carrier, size in found] == [("shm", True)]
+
+
 async def test_kv_of_many_prompts_comes_while_others_decode_or_leave(
     prefill: ServerProcess, decode: ServerProcess, session: aiohttp.ClientSession
 ) -> None:
