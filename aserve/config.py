@@ -392,9 +392,9 @@ class DisaggregationOptions:
     )
     disaggregation_transfer_backend: str = option(
         "auto",
-        "how KV travels between prefill and decode engines: tcp, or shm, memory that both map, on "
-        "one machine; auto: shm where both sides can",
-        Limits(choices=("auto", "tcp", "shm")),
+        "how KV travels between prefill and decode engines: tcp; shm: memory that both map, on one "
+        "machine; nixl: read by NIXL, on both sides; auto: shm where both sides can, else tcp",
+        Limits(choices=("auto", "tcp", "shm", "nixl")),
     )
     disaggregation_key: str | None = option(
         None,

@@ -1,4 +1,5 @@
-"""The ways by which the bytes of blocks travel: behind each Block, or through shared memory.
+"""The ways by which the bytes of blocks travel: behind each Block, through memory that both sides
+map, or read by NIXL.
 
 The prefill side lays out a block in its arena, and the decode side copies it into memory of its own
 before it looks at the checksum. So a slot that is used again too early, because one side has given
@@ -13,12 +14,14 @@ from typing import Protocol
 
 import numpy as np
 
-from aserve.disagg.arena import Arena, open_shared
+from aserve.disagg.arena import Arena, can_share, open_shared
+from aserve.disagg.nixl_agent import NixlAgent
 from aserve.disagg.wire import (
     Block,
     Carrier,
     Choice,
     Connection,
+    NixlPlace,
     Offers,
     SharedPlace,
     Taken,
@@ -35,8 +38,11 @@ MAX_UNTAKEN = 8  # slots that one transfer fills ahead of its peer
 class Outlet:
     """Sends the blocks of one transfer. Used by the thread of its connection."""
 
-    def __init__(self, connection: Connection, arena: Arena | None) -> None:
+    def __init__(
+        self, connection: Connection, arena: Arena | None, carrier: Carrier = "tcp"
+    ) -> None:
         """`arena` is None if the bytes follow their blocks."""
+        self.carrier = carrier
         self._connection = connection
         self._arena = arena
         self._untaken: list[int] = []
@@ -80,16 +86,33 @@ class Outlet:
         self._arena.give_back(self._untaken.pop(0))
 
 
-def agree(connection: Connection, offers: Offers) -> Carrier:
-    """Offers carriers to the peer, and returns the one that it takes."""
-    connection.send(offers)
-    choice = connection.receive()
-    if not isinstance(choice, Choice):
-        raise TransferError(f"a carrier is chosen by a Choice, not by {choice}")
-    is_offered = offers.is_inline if choice.carrier == "tcp" else offers.shared is not None
-    if not is_offered:
-        raise TransferError(f"the peer takes the carrier {choice.carrier}, which was not offered")
-    return choice.carrier
+class Outlets:
+    """The carriers of a prefill engine, and the memory in which it lays out blocks."""
+
+    def __init__(self, backend: str) -> None:
+        """`backend` is --disaggregation-transfer-backend. Raises ConfigError if there is none."""
+        is_shared = backend in ("auto", "shm") and can_share()
+        arena = self.arena = Arena() if is_shared or backend == "nixl" else None
+        self._agent = NixlAgent(arena) if arena is not None and backend == "nixl" else None
+        self.offers = Offers(
+            is_inline=backend in ("auto", "tcp"),
+            shared=arena.place if arena is not None and is_shared else None,
+            nixl=None if self._agent is None else self._agent.place,
+        )
+
+    def open(self, connection: Connection) -> Outlet:
+        """Offers the carriers to the peer, which takes one."""
+        connection.send(self.offers)
+        choice = connection.receive()
+        if not isinstance(choice, Choice):
+            raise TransferError(f"a carrier is chosen by a Choice, not by {choice}")
+        if not self.offers.has(choice.carrier):
+            raise TransferError(f"the peer takes the carrier {choice.carrier}: it is not offered")
+        return Outlet(connection, None if choice.carrier == "tcp" else self.arena, choice.carrier)
+
+    def close(self) -> None:
+        if self.arena is not None:
+            self.arena.close()
 
 
 # ------------------------------------------------------------ the decode side
@@ -103,6 +126,9 @@ class Inlet(Protocol):
     def fill(self, offset: int, values: memoryview) -> None:
         """Copies what lies at an offset of the peer's memory."""
 
+    def forget(self) -> None:
+        """Called if the transfer has broken off."""
+
 
 class InlineInlet:
     carrier: Carrier = "tcp"
@@ -110,35 +136,82 @@ class InlineInlet:
     def fill(self, offset: int, values: memoryview) -> None:
         raise TransferError("a block in shared memory, but its bytes should follow")
 
+    def forget(self) -> None:
+        pass
+
 
 class SharedInlet:
     carrier: Carrier = "shm"
 
-    def __init__(self, memory: memoryview) -> None:
-        self._memory = memory
+    def __init__(self, place: SharedPlace, opened: _Mapped) -> None:
+        self._token = place.token
+        self._opened = opened
+        self._memory = opened.memory(place)
 
     def fill(self, offset: int, values: memoryview) -> None:
-        if not 0 <= offset <= len(self._memory) - len(values):
-            raise TransferError(
-                f"a block of {len(values)} bytes at {offset}, but the shared memory has "
-                f"{len(self._memory)}"
-            )
+        _check(offset, len(values), len(self._memory))
         values[:] = self._memory[offset : offset + len(values)]
+
+    def forget(self) -> None:
+        self._opened.forget(self._token)
+
+
+class NixlInlet:
+    carrier: Carrier = "nixl"
+
+    def __init__(self, place: NixlPlace, agent: NixlAgent) -> None:
+        self._place = place
+        self._agent = agent
+
+    def fill(self, offset: int, values: memoryview) -> None:
+        _check(offset, len(values), self._place.num_bytes)
+        self._agent.read(self._place, offset, values)
+
+    def forget(self) -> None:
+        self._agent.forget(self._place)
+
+
+class _Mapped:
+    """The memory of peers that this process has mapped. A mapping keeps the memory of a process
+    that has ended, so that of a transfer that has broken off is forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._memory: dict[bytes, memoryview] = {}  # by token
+
+    def memory(self, place: SharedPlace) -> memoryview:
+        with self._lock:
+            if place.token not in self._memory:
+                self._memory[place.token] = open_shared(place)
+            return self._memory[place.token]
+
+    def forget(self, token: bytes) -> None:
+        with self._lock:
+            self._memory.pop(token, None)
 
 
 class Inlets:
     """Opens what prefill engines offer. Any thread may call it."""
 
     def __init__(self, backend: str) -> None:
+        """`backend` is --disaggregation-transfer-backend. Raises ConfigError if there is none."""
         self._backend = backend
-        self._lock = threading.Lock()
-        self._shared: dict[bytes, memoryview] = {}  # of peers, by token
+        self.agent = NixlAgent(Arena()) if backend == "nixl" else None
+        self._mapped = _Mapped()
+
+    def close(self) -> None:
+        """Ends the transfers whose threads wait for an agent."""
+        if self.agent is not None:
+            self.agent.close()
 
     def choose(self, offers: Offers) -> Inlet:
         """Raises TransferRefused if nothing that is offered may be used, or can be."""
+        if self.agent is not None and offers.nixl is not None:
+            return NixlInlet(offers.nixl, self.agent)
         if self._backend in ("auto", "shm") and offers.shared is not None:
             try:
-                return SharedInlet(self._memory(offers.shared))
+                return SharedInlet(offers.shared, self._mapped)
             except OSError as error:
                 if self._backend == "shm":
                     reason = f"its memory cannot be shared: {error}"
@@ -151,16 +224,12 @@ class Inlets:
             f"--disaggregation-transfer-backend {self._backend}: the prefill engine has another one"
         )
 
-    def forget(self) -> None:
-        """Called when a transfer has broken off: a mapping keeps the memory of a dead process."""
-        with self._lock:
-            self._shared = {}
 
-    def _memory(self, place: SharedPlace) -> memoryview:
-        with self._lock:
-            if place.token not in self._shared:
-                self._shared[place.token] = open_shared(place)
-            return self._shared[place.token]
+def _check(offset: int, num_bytes: int, size: int) -> None:
+    if not 0 <= offset <= size - num_bytes:
+        raise TransferError(
+            f"a block of {num_bytes} bytes at {offset}, but the shared memory has {size}"
+        )
 
 
 def receive_values(connection: Connection, inlet: Inlet, block: Block) -> memoryview:

@@ -14,7 +14,7 @@ from aserve.actors.scheduler import PeerEvent
 from aserve.actors.supervisor import Supervised
 from aserve.channel import Sink
 from aserve.config import DisaggregationOptions, Resolved
-from aserve.disagg.carriers import Inlets
+from aserve.disagg.carriers import Inlets, Outlets
 from aserve.disagg.decode import Awaiting, KvReceiver
 from aserve.disagg.prefill import KvSender, Peers, WithoutTransfers, listen
 from aserve.disagg.wire import address_of
@@ -87,9 +87,9 @@ def open_transfers(
             access, events, addresses, key=key, model=model, report=report, inlets=inlets
         )
         return Transfers(Awaiting(events), text, receiver, (receiver,))
-    backend = options.disaggregation_transfer_backend
+    outlets = Outlets(options.disaggregation_transfer_backend)
     sock = _listen(options)
-    sender = KvSender(access, events, Peers(key, model), sock, report, backend=backend)
+    sender = KvSender(access, events, Peers(key, model), sock, report, outlets=outlets)
     return Transfers(events, WithoutTransfers(text, sender), sender, (sender,))
 
 

@@ -86,7 +86,7 @@ class _Transfer:
     asked: ReceiveKv
     done: int
     connection: Connection | None = None
-    carrier: str = "none"  # none before a prefill engine has made an offer
+    inlet: Inlet | None = None  # of the last prefill engine that made an offer
     is_cancelled: bool = False
     num_bytes: int = 0
     writes: deque[Future[None]] = field(default_factory=deque)
@@ -135,6 +135,7 @@ class KvReceiver(Actor[None]):
     async def stop(self) -> None:
         for transfer in self._transfers.values():
             transfer.cancel()
+        self._inlets.close()
         await super().stop()
 
     def send(self, effect: ReceiveKv | SendKv | Retired | Refused) -> None:
@@ -153,9 +154,8 @@ class KvReceiver(Actor[None]):
         del self._transfers[asked.request_id, asked.child]
         outcome = "ok" if reason is None else "cancelled" if transfer.is_cancelled else "failed"
         seconds = time.monotonic() - began_s
-        self._report(
-            KvTransferred("received", outcome, transfer.carrier, transfer.num_bytes, seconds)
-        )
+        carrier = "none" if transfer.inlet is None else transfer.inlet.carrier
+        self._report(KvTransferred("received", outcome, carrier, transfer.num_bytes, seconds))
         if reason is None:
             self._events.send(KvReady(asked.request_id, asked.child, b""))
             return
@@ -181,7 +181,8 @@ class KvReceiver(Actor[None]):
                 reason = f"{peer}: {refusal}"
             except (OSError, TransferError, RuntimeError) as error:
                 reason = f"{peer}: {error}"
-                self._inlets.forget()
+                if transfer.inlet is not None:
+                    transfer.inlet.forget()
                 if not transfer.is_cancelled:
                     peer.failed_at_s = time.monotonic()
             finally:
@@ -203,8 +204,7 @@ class KvReceiver(Actor[None]):
                 namespace=asked.namespace,
             )
         )
-        inlet = self._agree(connection)
-        transfer.carrier = inlet.carrier
+        inlet = transfer.inlet = self._agree(connection)
         while transfer.done < transfer.stop:
             match connection.receive():
                 case Block() as block:
@@ -224,7 +224,7 @@ class KvReceiver(Actor[None]):
             case Failed(reason):
                 raise TransferRefused(reason)
             case message:
-                raise TransferError(f"{message} is no offer: the peer is no prefill engine")
+                raise TransferError(f"{message} is no offer: the peer is not a prefill engine")
         connection.send(Choice(inlet.carrier))
         return inlet
 

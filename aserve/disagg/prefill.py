@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hmac
 import logging
@@ -26,15 +27,13 @@ from dataclasses import dataclass, field
 
 from aserve.actors.base import Actor
 from aserve.channel import Sink
-from aserve.disagg.arena import Arena, can_share
-from aserve.disagg.carriers import Outlet, agree
+from aserve.disagg.carriers import Outlet, Outlets
 from aserve.disagg.wire import (
     VERSION,
     WAITING_S,
     Connection,
     Failed,
     Fetch,
-    Offers,
     TransferError,
     Waiting,
 )
@@ -107,15 +106,11 @@ class KvSender(Actor[None]):
         sock: socket.socket,
         report: Callable[[KvTransferred], None],
         *,
-        backend: str = "auto",
+        outlets: Outlets,
     ) -> None:
-        """`sock` listens. `backend` is --disaggregation-transfer-backend."""
+        """`sock` listens."""
         super().__init__("kv-sender")
-        self.arena = Arena() if backend in ("auto", "shm") and can_share() else None
-        self._offers = Offers(
-            is_inline=backend in ("auto", "tcp"),
-            shared=None if self.arena is None else self.arena.place,
-        )
+        self._outlets = outlets
         self._access = access
         self._part_len = max(1, PART_BYTES // access.bytes_per_token)
         self._events = events
@@ -143,8 +138,7 @@ class KvSender(Actor[None]):
             connection.abort()
         await super().stop()
         self._sock.close()
-        if self.arena is not None:
-            self.arena.close()
+        self._outlets.close()
 
     def owns(self, request_id: str) -> bool:
         return request_id in self._transfers
@@ -206,12 +200,9 @@ class KvSender(Actor[None]):
             connection.send(Failed(refusal))
             return
         transfer = begin(fetch)
-        transfer.carrier = agree(connection, self._offers)
-        outlet = Outlet(connection, None if transfer.carrier == "tcp" else self.arena)
-        try:
+        with contextlib.closing(self._outlets.open(connection)) as outlet:
+            transfer.carrier = outlet.carrier
             _send_parts(connection, transfer, outlet)
-        finally:
-            outlet.close()
 
     def _admit(self, transfer: _Transfer, fetch: Fetch) -> None:
         self._transfers[transfer.request_id] = transfer

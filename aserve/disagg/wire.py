@@ -27,8 +27,9 @@ MAX_MESSAGE_BYTES = 64 << 20  # a Fetch has the ids of a prompt, and all else is
 
 LENGTH = struct.Struct("<I")
 
-# tcp: the bytes of a Block follow it. shm: they lie in memory that both sides have mapped.
-Carrier: TypeAlias = Literal["tcp", "shm"]
+# tcp: the bytes of a Block follow it. shm: they lie in memory that both sides have mapped. nixl: in
+# memory that NIXL reads.
+Carrier: TypeAlias = Literal["tcp", "shm", "nixl"]
 
 
 class Fetch(msgspec.Struct, frozen=True, tag=True):
@@ -55,11 +56,25 @@ class SharedPlace(msgspec.Struct, frozen=True, tag=True):
     num_bytes: int
 
 
+class NixlPlace(msgspec.Struct, frozen=True, tag=True):
+    """Memory of the prefill side that its agent of NIXL has registered."""
+
+    agent: str
+    metadata: bytes
+    address: int
+    num_bytes: int
+
+
 class Offers(msgspec.Struct, frozen=True, tag=True):
     """The carriers that the prefill side has."""
 
     is_inline: bool = True  # bytes of blocks may follow them
     shared: SharedPlace | None = None
+    nixl: NixlPlace | None = None
+
+    def has(self, carrier: Carrier) -> bool:
+        places = {"tcp": self.is_inline, "shm": self.shared, "nixl": self.nixl}
+        return bool(places[carrier])
 
 
 class Choice(msgspec.Struct, frozen=True, tag=True):

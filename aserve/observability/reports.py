@@ -104,7 +104,7 @@ class GrammarCompiled(Message, frozen=True):
 
 class KvTransferred(Message, frozen=True):
     """A transfer of KV has ended. `direction` is sent or received, `outcome` ok, failed or
-    cancelled; `carrier` is tcp, shm or none if there was no talk of it.
+    cancelled; `carrier` is tcp, shm, nixl, or none if it was not agreed on.
     """
 
     direction: str

@@ -83,7 +83,9 @@ REACH = {
         packages=(*PLAIN, "yaml"),
     ),
     "aserve.options": Reach(aserve=(*FIRST, "aserve.gpu.spec.registry"), packages=PLAIN),
-    "aserve.disagg": Reach(aserve=(*FIRST, "aserve.actors", "aserve.host"), packages=PLAIN),
+    "aserve.disagg": Reach(
+        aserve=(*FIRST, "aserve.actors", "aserve.host"), packages=(*PLAIN, "nixl")
+    ),
     "aserve.tiers": Reach(
         aserve=(
             *(*FIRST, "aserve.actors", "aserve.cache.page_keys", "aserve.disagg.connect"),

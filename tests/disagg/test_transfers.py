@@ -20,11 +20,11 @@ import pytest
 from aserve.config import Facts, Raw, resolve
 from aserve.disagg import wire
 from aserve.disagg.arena import NUM_SLOTS
-from aserve.disagg.carriers import Inlets, Outlet, agree
+from aserve.disagg.carriers import Inlets, Outlet, Outlets
 from aserve.disagg.connect import fingerprint, open_transfers
 from aserve.disagg.decode import KvReceiver
 from aserve.disagg.prefill import KvSender, Peers, listen
-from aserve.disagg.wire import Block, Connection, Failed, Fetch, Offers
+from aserve.disagg.wire import Block, Connection, Failed, Fetch
 from aserve.errors import ConfigError, StepError
 from aserve.messages.base import array_i32, pack_i32
 from aserve.messages.executor import DecodeCaps, EngineSpec, SchedulerEvent
@@ -115,7 +115,10 @@ class Prefill(Side):
         sock = listen("127.0.0.1", 0)
         self.address: tuple[str, int] = sock.getsockname()[:2]
         peers = Peers("secret", "a model")
-        self.actor = KvSender(self.access, self.events, peers, sock, self.report, backend=backend)
+        self.outlets = Outlets(backend)
+        self.actor = KvSender(
+            self.access, self.events, peers, sock, self.report, outlets=self.outlets
+        )
 
     async def admitted(self) -> AdmitRequest:
         event = await self.events.next()
@@ -179,7 +182,7 @@ async def prefill(request: pytest.FixtureRequest) -> AsyncIterator[Prefill]:
     for thread in threading.enumerate():
         if thread.name == "kv-sender":
             thread.join(10)
-    assert side.actor.arena is None or side.actor.arena.num_free == NUM_SLOTS
+    assert side.outlets.arena is None or side.outlets.arena.num_free == NUM_SLOTS
 
 
 Script = Callable[[Connection], object]
@@ -194,7 +197,7 @@ def peer(script: Script) -> Iterator[tuple[str, int]]:
             accepted, _ = sock.accept()
             with contextlib.closing(Connection(accepted)) as connection:
                 connection.receive()
-                agree(connection, Offers())
+                Outlets("tcp").open(connection)
                 script(connection)
 
     with socket.create_server(("127.0.0.1", 0)) as sock:

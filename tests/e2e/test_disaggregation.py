@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from tests.disagg.test_nixl import needs_nixl
 from tests.e2e.server_process import ServerProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -39,20 +40,25 @@ def port() -> int:
     return free_port()
 
 
+@pytest.fixture(scope="module", params=["auto", pytest.param("nixl", marks=needs_nixl)])
+def backend(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    return "--disaggregation-transfer-backend", request.param
+
+
 @pytest.fixture(scope="module")
-def prefill(port: int) -> Iterator[ServerProcess]:
+def prefill(port: int, backend: tuple[str, ...]) -> Iterator[ServerProcess]:
     role = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(port))
     options = ("--page-size", "16", "--max-num-batched-tokens", "64", "--grammar-workers", "1")
-    with ServerProcess(*OPTIONS, *KEY, *role, *options) as process:
+    with ServerProcess(*OPTIONS, *KEY, *role, *backend, *options) as process:
         assert process.address, process.text
         yield process
 
 
 @pytest.fixture(scope="module")
-def decode(port: int, prefill: ServerProcess) -> Iterator[ServerProcess]:
+def decode(port: int, backend: tuple[str, ...], prefill: ServerProcess) -> Iterator[ServerProcess]:
     role = ("--disaggregation-mode", "decode", "--disaggregation-prefill", f"127.0.0.1:{port}")
     options = ("--page-size", "4", "--processes", "2", "--grammar-workers", "1")
-    with ServerProcess(*OPTIONS, *KEY, *role, *options) as process:
+    with ServerProcess(*OPTIONS, *KEY, *role, *backend, *options) as process:
         assert process.address, process.text
         yield process
         code, _ = process.end()
@@ -98,15 +104,19 @@ async def test_answers_are_those_of_one_server(
 
 
 async def test_two_servers_on_one_machine_share_memory(
-    prefill: ServerProcess, decode: ServerProcess, session: aiohttp.ClientSession
+    backend: tuple[str, ...],
+    prefill: ServerProcess,
+    decode: ServerProcess,
+    session: aiohttp.ClientSession,
 ) -> None:
+    expected = {"auto": "shm", "nixl": "nixl"}[backend[1]]
     await ask(session, decode, prompt=f"shared memory {STORY}")
     for server, direction in ((prefill, "sent"), (decode, "received")):
         async with session.get(f"{server.address}/metrics") as response:
             text = await response.text()
         labels = rf'carrier="(\w+)",direction="{direction}"'
         found = re.findall(rf"aserve_kv_transfer_bytes_total{{{labels}}} (\S+)", text)
-        assert [(carrier, float(size) > 0) for carrier, size in found] == [("shm", True)]
+        assert [(carrier, float(size) > 0) for carrier, size in found] == [(expected, True)]
 
 
 async def test_kv_of_many_prompts_comes_while_others_decode_or_leave(
