@@ -8,33 +8,35 @@ Written here: `num_cut`, `num_skipped`, `num_missed`, `match_level`, `accepted`,
 # Theory of operation
 #
 # Choice. step_times.py says which rows draft, given each row's probability of acceptance p. It
-# holds for some steps, or until rows come or go, or until a repetition ends. While nobody drafts,
-# steps skip the drafter, and cost what plain decoding costs; here they are only counted.
+# holds for some steps, or until rows come or go, or until a repetition begins or ends. While nobody
+# drafts, steps skip the drafter, and cost what plain decoding costs; here they are only counted.
 #
 # Acceptance. `accepted` and `rejected` of a row count the drafts that were accepted, and the
 # windows that ended with a rejected one; old windows count less. p = accepted / (accepted +
 # rejected), where the mean over all rows counts as PRIOR observations more: a new row is taken
 # for a usual one.
 #
-# Repetitions. A drafter without a model continues what the row has said before. So a row whose last
-# tokens have not occurred before has p = 0, and the others are usual for the length of the match:
-# repeats.py tells it without drafting, so nothing must be tried.
+# Repetitions. A drafter without a model continues what the row has said before, or another row. The
+# length of the row's own match is known without drafting (repeats.py), and a row is usual for that
+# length. Whether others say the same is not known. So from time to time any row tries one window,
+# and what rows without a match may expect is learned from these.
 #
 # Rows that accept alike. Few windows say little about a row. So a row whose drafts differ from the
 # usual ones by no more than chance counts as usual; else chance alone would choose some of many
 # rows that are alike.
 #
-# Accounts. Estimates may be wrong, so speculation has accounts, in microseconds, one for each power
-# of two of rows: what pays for one row may lose for many. A step with drafts is charged what it
-# takes longer than a plain one, and its accepted tokens are credited with what they are worth to
+# Accounts. Estimates may be wrong, so speculation has accounts (draft_accounts.py), one for each
+# power of two of rows: what pays for one row may lose for many. A step with drafts is charged what
+# it takes longer than a plain one, and its accepted tokens are credited with what they are worth to
 # the rows that are there (step_times.py). Each plain step credits 1 / INCOME_PARTS of its time. No
 # row drafts while the account is overdrawn. It begins with what a window of all rows and an attempt
 # of one cost, and never has more than MAX_WINDOWS of the first. So whatever the estimates are,
 # speculation loses no more than what it begins with, that part of the time, and what it has gained
 # before.
 #
-# Times. Each result tells how long its step took, which corrects the times that were measured, and
-# the account. Where all steps draft, there is a probe of plain ones from time to time.
+# Times. Results tell how long their steps took, those of all steps with drafts and of some plain
+# ones. This corrects the times that were measured, and the account. Where all steps draft, there is
+# a probe of plain ones from time to time.
 #
 # Attempts. Where drafts do not seem to pay, some are tried, because estimates may be wrong and text
 # changes. A row tries ATTEMPT_WINDOWS windows if the account pays for them: at its start, and again
@@ -51,9 +53,9 @@ Written here: `num_cut`, `num_skipped`, `num_missed`, `match_level`, `accepted`,
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -62,43 +64,36 @@ from aserve.messages.base import ArrayI32
 from aserve.messages.executor import DecodeCaps
 from aserve.messages.results import StepTimes
 from aserve.messages.step import StepStats
+from aserve.scheduling.draft_accounts import ATTEMPT_WINDOWS, Accounts
 from aserve.scheduling.draft_length import note_windows
 from aserve.scheduling.flights import Step
 from aserve.scheduling.repeats import USUAL_OF_LEVELS, UsualWindows, match_levels
 from aserve.scheduling.request import Sequence
 from aserve.scheduling.rows import Column, RowTable
-from aserve.scheduling.step_times import NO_DRAFTS, Choice, Floats, WindowTimes
+from aserve.scheduling.step_times import MIN_GAIN, NO_DRAFTS, Choice, Floats, WindowTimes
 
 SCALE = 256  # of the counts in the row table
 FADING = 12  # windows after which an observation counts 1/e for its row
 PRIOR = 2.0  # observations
 USUAL = 0.8  # the probability of acceptance before any window, for a drafter with a model
-INCOME_PARTS = 128
-MAX_WINDOWS = 32
-MAX_PARTS = 8  # of a plain step, which is the least that a window of all rows counts
 HOLD = 8  # steps
 IDLE_HOLD = 24  # the same where no row drafts, because plain steps may be short
-LOOK_HOLD = 4  # where looking for repetitions comes first, which costs little
+LOOKS_HOLD = 64  # the same where rows are looked at in between
+LOOK_DISTANCE = 4  # steps between two looks for repetitions
+TIMED = 8  # steps of which one is timed where no row drafts
 PROBE_DISTANCE = 256  # steps with drafts between two probes of plain steps
 PROBE_STEPS = 2
-ATTEMPT_WINDOWS = 3
 ATTEMPT_DISTANCE = 64  # tokens
-RARE_DISTANCE = 256  # the same where a drafter lacks KV, or a repetition would have shown
+RARE_DISTANCE = 256  # the same where a drafter lacks KV
+TRIAL_DISTANCE = 512  # steps without drafts, where repetitions would have shown
 MAX_ATTEMPTS = 2  # 64 << 2 tokens
-
-
-@dataclass(slots=True)
-class Account:
-    balance_us: float  # that speculation may lose
-    attempts_us: float  # that attempts may lose
-    window_us: float = 0.0  # what a window of all rows costs
 
 
 class DraftChoice:
     __slots__ = (
-        *("_accounts", "_attempts_left", "_caps", "_expected", "_fixed", "_hold"),
-        *("_is_drafting", "_most", "_num_decodes", "_num_rows", "_num_skips", "_times", "_usual"),
-        *("_is_named", "_num_window_steps", "_worth_us"),
+        *("_accounts", "_attempts_left", "_caps", "_expected", "_fixed", "_hold", "_is_drafting"),
+        *("_is_named", "_levels", "_looks", "_most", "_num_decodes", "_num_idle", "_num_skips"),
+        *("_num_window_steps", "_packed", "_rows", "_times", "_usual", "_worth_us"),
     )
 
     def __init__(self, caps: DecodeCaps) -> None:
@@ -106,15 +101,18 @@ class DraftChoice:
         self._most = caps.max_tokens_per_step - caps.root_len
         self._fixed: tuple[int, int] | None = None
         self._times: WindowTimes | None = None
+        self._looks = caps.continues_repeats
         # Without repetitions all windows are of level 0.
-        self._usual = UsualWindows(USUAL_OF_LEVELS if caps.continues_repeats else (USUAL,))
-        self._accounts: dict[int, Account] = {}  # by the bits of the number of rows
-        self._num_decodes = 0  # of the last choice, with a prediction or without
+        self._usual = UsualWindows(USUAL_OF_LEVELS if self._looks else (USUAL,))
+        self._accounts = Accounts()
+        self._num_decodes, self._packed = 0, b""  # of the last choice, with a prediction or without
         self._is_named = np.zeros(0, np.bool_)  # by row, whether it was among them
         self._worth_us = np.zeros(0)  # of an accepted token, by row
-        self._num_rows = 0  # those without
+        self._rows: list[int] = []  # those without
+        self._levels: list[int] = []  # of their matches
         self._hold = 0  # steps for which it still holds
         self._is_drafting = False
+        self._num_idle = 0  # steps since the last one with drafts
         self._num_skips = 0  # steps that skipped the drafter, and are not in the row table yet
         self._attempts_left = 0  # windows of an attempt
         # Steps in flight: their iteration, time in microseconds, and rows if some draft.
@@ -137,16 +135,19 @@ class DraftChoice:
 
     def choose(self, table: RowTable, decodes: Column, running: Mapping[int, Sequence]) -> None:
         """Decides how many drafts these decodes may have in their next step."""
-        if self._hold > 0 and len(decodes) == self._num_decodes and self._is_named[decodes].all():
-            return
+        if self._hold > 0 and self._is_same(decodes):
+            is_look = self._looks and not (self._is_drafting or self._hold % LOOK_DISTANCE)
+            if not (is_look and self._repeats_more(running)):
+                return
         if not self.is_on or not len(decodes):
             return
         self._note_skips(table)
         rows = decodes[self._is_own(table, decodes)]
-        self._num_decodes, self._num_rows = len(decodes), len(rows)
+        self._num_decodes, self._packed = len(decodes), decodes.tobytes()
         self._is_named = np.zeros(len(table.num_cut), np.bool_)
         self._is_named[decodes] = True
-        self._hold = LOOK_HOLD if self._caps.continues_repeats else HOLD
+        self._rows, self._levels = rows.tolist(), [0] * len(rows)
+        self._hold = LOOK_DISTANCE if self._looks else HOLD
         # NOTE: a row that is not ready now may be in a step before the next choice.
         table.num_cut[self._is_own(table, slice(None))] = self._most
         if self._fixed is not None:
@@ -155,14 +156,28 @@ class DraftChoice:
             self._is_drafting = num_drafts >= 0
         elif self._times is not None and len(rows):
             self._is_drafting = False
-            if not self._caps.continues_repeats or self._looks_good(table, rows, running):
+            if not self._looks or self._looks_good(table, rows, running):
                 self._choose_anew(table, rows, self._times)
+            if not self._is_drafting:
+                self._hold = LOOKS_HOLD if self._looks else IDLE_HOLD
+
+    def _is_same(self, decodes: Column) -> bool:
+        """Whether the last choice was about these rows."""
+        if len(decodes) != self._num_decodes:
+            return False
+        return decodes.tobytes() == self._packed or bool(self._is_named[decodes].all())
+
+    def _repeats_more(self, running: Mapping[int, Sequence]) -> bool:
+        """Returns whether a row has begun to repeat itself since no row was chosen to draft."""
+        levels = match_levels([running[row].tokens for row in self._rows])
+        return any(map(operator.gt, levels, self._levels))
 
     def _looks_good(self, table: RowTable, rows: Column, running: Mapping[int, Sequence]) -> bool:
-        """Returns whether a row repeats itself, or is due to try a window."""
-        levels = match_levels([running[row].tokens for row in rows.tolist()])
-        table.match_level[rows] = levels
-        return bool(levels.any() or (table.num_tokens[rows] >= table.next_attempt[rows]).any())
+        """Returns whether a row may repeat itself or others, or is due to try a window."""
+        self._levels = match_levels([running[row].tokens for row in self._rows])
+        table.match_level[rows] = self._levels
+        best = float(self._usual.chances[self._levels].max())
+        return best > MIN_GAIN - 1 or self._num_idle >= TRIAL_DISTANCE
 
     def _choose_anew(self, table: RowTable, rows: Column, times: WindowTimes) -> None:
         chances = self._chances(table, rows)
@@ -176,10 +191,8 @@ class DraftChoice:
             self._put_off(table, rows[choice.indices])
         else:
             choice = self._attempt(table, rows, times)
-            self._attempts_left = 1 if self._caps.continues_repeats else ATTEMPT_WINDOWS
+            self._attempts_left = 1 if self._looks else ATTEMPT_WINDOWS
         self._is_drafting = len(choice.indices) > 0
-        if not (self._is_drafting or self._caps.continues_repeats):
-            self._hold = IDLE_HOLD
         drafting = rows[choice.indices]
         table.num_cut[drafting] = self._most - choice.num_drafts
         self._worth_us = np.zeros(len(table.num_cut))
@@ -189,34 +202,24 @@ class DraftChoice:
             )
 
     def _chances(self, table: RowTable, rows: Column) -> Floats:
-        levels = table.match_level[rows]
-        chances = _chances(table, rows, self._usual.chances[levels])
-        if self._caps.continues_repeats:
-            chances[levels == 0] = 0
-        return chances
+        return _chances(table, rows, self._usual.chances[table.match_level[rows]])
 
     def _best(self, rows: Column, times: WindowTimes, chances: Floats) -> Choice:
-        num = len(rows)
-        full = times.price(num, num_drafting=num, num_drafts=self._most)
-        first = times.price(num, num_drafting=1, num_drafts=self._most)
-        attempt_us = ATTEMPT_WINDOWS * first
-        beginning = Account(full + attempt_us, attempt_us)
-        account = self._accounts.setdefault(num.bit_length(), beginning)
-        account.window_us = max(full, float(times.plain[num]) / MAX_PARTS)
-        account.balance_us = min(account.balance_us, MAX_WINDOWS * account.window_us)
-        account.attempts_us = min(account.attempts_us, account.window_us + attempt_us)
-        if account.balance_us < 0:
+        if self._accounts.of(len(rows), times).balance_us < 0:
             return NO_DRAFTS
         return times.best(chances)
 
     def _attempt(self, table: RowTable, rows: Column, times: WindowTimes) -> Choice:
         """Returns the rows that try windows although drafts do not seem to pay."""
-        indices = np.flatnonzero(table.num_tokens[rows] >= table.next_attempt[rows])
+        indices = np.arange(len(rows) if self._num_idle >= TRIAL_DISTANCE else 0)
+        if not self._looks:
+            indices = np.flatnonzero(table.num_tokens[rows] >= table.next_attempt[rows])
         if len(indices):
-            account = self._accounts[len(rows).bit_length()]
+            account = self._accounts.of(len(rows), times)
             budget_us = min(account.balance_us, account.attempts_us) / ATTEMPT_WINDOWS
             num = times.num_affordable(len(rows), budget_us)
-            order = np.argsort(table.num_missed[rows[indices]], kind="stable")
+            behind = table.num_missed[rows[indices]] - table.match_level[rows[indices]]
+            order = np.argsort(behind, kind="stable")
             indices = indices[order[:num]]
         tried = rows[indices]
         self._put_off(table, tried)
@@ -225,7 +228,7 @@ class DraftChoice:
 
     def _put_off(self, table: RowTable, rows: Column) -> None:
         """Says when rows may try windows again that do not seem to pay."""
-        is_rare = (table.num_missed[rows] > 0) | self._caps.continues_repeats
+        is_rare = table.num_missed[rows] > 0
         distance = np.where(is_rare, RARE_DISTANCE, ATTEMPT_DISTANCE) << table.num_attempts[rows]
         table.next_attempt[rows] = table.num_tokens[rows] + distance
 
@@ -246,11 +249,13 @@ class DraftChoice:
         if not self.is_on:
             return False
         self._hold -= 1
-        has_drafts, has_prefill = bool(step.num_drafts.any()), stats.num_prefill_rows > 0
-        if not (self._is_drafting or has_drafts or has_prefill):
+        has_prefill = stats.num_prefill_rows > 0
+        if not (self._is_drafting or has_prefill or step.num_drafts.any()):
             self._num_skips += 1
+            self._num_idle += 1
             self._num_window_steps = 0
-            self._expect(step, 0.0, has_drafts=False)
+            if not self._hold % TIMED:
+                self._expect(step, 0.0, has_drafts=False)
             return True
         self._note_skips(table)
         rows = step.rows
@@ -263,10 +268,14 @@ class DraftChoice:
             self._hold = 0
         table.num_skipped[own] = 0
         num_drafting = int(np.count_nonzero(num_drafts))
+        if num_drafting:
+            self._num_idle = 0
         is_attempt = num_drafting > 0 and self._attempts_left > 0
         if is_attempt:
             self._attempts_left -= 1
             self._hold = min(self._hold, self._attempts_left)
+            if self._looks:  # one window, whose result decides whether there is another choice
+                table.num_cut[own], self._is_drafting, self._hold = self._most, False, LOOKS_HOLD
         if self._times is not None and len(own) and (num_drafting or not has_prefill):
             price_us = self._times.price(
                 len(own), num_drafting=num_drafting, num_drafts=int(num_drafts.max())
@@ -324,22 +333,16 @@ class DraftChoice:
         num, self._num_skips = self._num_skips, 0
         if not num:
             return
-        if self._times is not None and self._num_rows:
-            plain_us = float(self._times.plain[self._num_rows])
-            income_us = num * plain_us / INCOME_PARTS
-            self._credit(self._num_rows, income_us, attempts_us=income_us)
-        if not self._caps.continues_repeats:
+        if self._times is not None and (num_rows := len(self._rows)):
+            self._accounts.pay_in(num_rows, num * float(self._times.plain[num_rows]))
+        if not self._looks:
             is_own = self._is_own(table, slice(None))
             table.num_skipped[is_own] += num
             table.num_missed[is_own] += num
 
     def _credit(self, num_rows: int, time_us: float, *, attempts_us: float = 0.0) -> None:
-        account = self._accounts.get(num_rows.bit_length())
-        if account is not None:
-            account.balance_us += time_us
-            account.attempts_us += attempts_us
-            if account.balance_us < -account.window_us:
-                self._hold = 0
+        if self._accounts.credit(num_rows, time_us, attempts_us=attempts_us):
+            self._hold = 0
 
     def _count(
         self, table: RowTable, rows: ArrayI32, num_drafts: Column, num_accepted: Column
@@ -354,8 +357,8 @@ class DraftChoice:
         is_usual = table.num_missed[rows] == 0
         levels = table.match_level[rows[is_usual]]
         self._usual.note(levels, num_accepted[is_usual], is_rejected[is_usual])
-        if self._caps.continues_repeats and is_rejected.any():
-            self._hold = 0  # the repetition has ended
+        if self._looks and (is_rejected if self._is_drafting else num_accepted > 0).any():
+            self._hold = 0  # a repetition has ended, or a trial has found one
 
     def _is_own(self, table: RowTable, rows: Column | ArrayI32 | slice) -> npt.NDArray[np.bool_]:
         """Whether this file decides about the rows."""

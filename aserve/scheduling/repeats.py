@@ -19,7 +19,7 @@ from aserve.scheduling.token_log import TokenLog
 # that the next token is that of the match, before any was seen; the drafts of level 0 come from
 # other rows, or from matches too short to tell.
 LENGTHS = (3, 8)
-USUAL_OF_LEVELS = (0.2, 0.5, 0.85)
+USUAL_OF_LEVELS = (0.02, 0.5, 0.85)
 MOST_SEARCHED = 1 << 16  # tokens of all rows together
 TOKEN_BYTES = 4
 MOST_MISALIGNED = 64  # places at which the bytes match across tokens, before a search is given up
@@ -27,10 +27,10 @@ FADING = 64  # steps after which an observation counts 1/e
 FIRST_FADING = 4  # the same in the beginning
 
 
-def match_levels(logs: Sequence[TokenLog]) -> Column:
+def match_levels(logs: Sequence[TokenLog]) -> list[int]:
     """Returns the level of each row's match. Of long texts only the last tokens are searched."""
     most = MOST_SEARCHED // max(len(logs), 1)
-    return np.array([match_level(log.packed(max(log.num - most, 0), log.num)) for log in logs])
+    return [match_level(log.packed(max(log.num - most, 0), log.num)) for log in logs]
 
 
 def match_level(tokens: bytes) -> int:

@@ -50,7 +50,7 @@ class Choice(NamedTuple):
 MIN_GAIN = 1.1  # that a choice must promise, because the times are not exact
 PLAIN_FADING = 4  # steps after which the time of a plain one counts 1/e
 WINDOW_FADING = 16
-SLOWNESS_FADING = 2048
+SLOWNESS_FADING = 512
 MOST_PACE = 8.0
 MOST_JUMP = 2.0  # of a pace, in one step
 NO_DRAFTS = Choice(np.empty(0, np.int64), num_drafts=0, gain=1.0)

@@ -15,7 +15,12 @@ from aserve.messages.base import pack_i32
 from aserve.messages.executor import DecodeCaps
 from aserve.messages.results import StepTimes
 from aserve.messages.step import DraftTree, StepStats
-from aserve.scheduling.draft_choice import DraftChoice
+from aserve.scheduling.draft_choice import (
+    LOOK_DISTANCE,
+    PROBE_STEPS,
+    TRIAL_DISTANCE,
+    DraftChoice,
+)
 from aserve.scheduling.flights import Step
 from aserve.scheduling.repeats import LENGTHS, MOST_MISALIGNED, match_level, match_levels
 from aserve.scheduling.rows import Column, RowTable
@@ -271,7 +276,7 @@ def test_the_level_of_a_match_is_that_of_the_longest_suffix_that_occurred_before
     ]
     longest = max(lengths, default=0)
     log = TokenLog(np.array(tokens[:7], np.int32), pack_i32(tokens[7:]))
-    assert match_levels([log, log]).tolist() == [sum(longest >= least for least in LENGTHS)] * 2
+    assert match_levels([log, log]) == [sum(longest >= least for least in LENGTHS)] * 2
 
 
 def test_a_search_for_a_match_ends_however_often_bytes_match_across_tokens() -> None:
@@ -299,6 +304,50 @@ def test_rows_that_repeat_themselves_draft_and_others_try_nothing() -> None:
     choice.note_results(table, rows.astype(np.int32), np.array([7, 0]), np.array([1, 1], np.int32))
     choice.choose(table, rows, running)  # at once, because the drafts were rejected
     assert table.num_cut[rows].tolist() == [7, 7]
+
+
+class LookingRow:
+    """One row of a drafter that continues texts. `answers`: whether its drafts are right."""
+
+    def __init__(self, *, answers: bool) -> None:
+        self.choice = DraftChoice(DecodeCaps(max_tokens_per_step=8, continues_repeats=True))
+        self.choice.set_times(step_times(7, 1.5), max_rows=4)
+        self.table, self.rows, self.answers = RowTable(4), np.array([1]), answers
+        self.table.max_step_tokens[1] = 8
+        self.table.remaining[1] = 1
+        self.log = TokenLog(np.arange(12, dtype=np.int32), b"")
+        self.num_steps = 0
+
+    def step(self, token: int) -> int:
+        """Returns the drafts of a step after which the text has this token."""
+        table, rows, none = self.table, self.rows, np.zeros(1, np.int64)
+        running: Any = {1: SimpleNamespace(tokens=self.log)}
+        self.choice.choose(table, rows, running)
+        num_drafts = 7 - table.num_cut[rows]
+        self.num_steps += 1
+        step = Step(self.num_steps, [], rows, none, num_drafts, none, none, none, none == 0)
+        self.choice.note_launch(table, step, StepStats())
+        self.log.outputs.append(token)
+        num_outputs = np.array([8 if self.answers and num_drafts else 1], np.int32)
+        self.choice.note_results(table, rows.astype(np.int32), num_drafts, num_outputs)
+        return int(num_drafts[0])
+
+
+def test_a_row_that_begins_to_repeat_itself_drafts_after_a_few_steps() -> None:
+    row = LookingRow(answers=True)
+    assert not any(row.step(100 + place) for place in range(150))
+    assert any(row.step(100 + place) for place in range(LENGTHS[0] + LOOK_DISTANCE + PROBE_STEPS))
+
+
+@pytest.mark.parametrize(("answers", "num_windows"), [(False, 3), (True, 1200)])
+def test_rows_without_matches_try_few_windows_until_one_finds_what_others_said(
+    answers: bool, num_windows: int
+) -> None:
+    row = LookingRow(answers=answers)
+    drafts = [row.step(100 + place) for place in range(3 * TRIAL_DISTANCE + 300)]
+    assert not any(drafts[:TRIAL_DISTANCE])
+    found = np.count_nonzero(drafts)
+    assert found >= num_windows if answers else found == num_windows
 
 
 def test_windows_that_decide_about_tokens_depend_on_no_times() -> None:

@@ -147,4 +147,4 @@ def test_steps_that_skip_the_drafter_are_one_compiled_call(
     assert served.outputs == plain.outputs
     assert num_skipped(served) > len(served.batches) // 2
     assert sum(calls) > num_skipped(served) - 10  # the others have a row with penalties
-    assert num_drafted(served) > 0
+    assert (num_drafted(served) > 0) == (algorithm != "NGRAM")  # the scheduler sees no repetition

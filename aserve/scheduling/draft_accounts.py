@@ -1,0 +1,58 @@
+"""The accounts of draft_choice.py, which bound what speculation may lose. All values are in
+microseconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aserve.scheduling.step_times import WindowTimes
+
+INCOME_PARTS = 128
+MAX_WINDOWS = 32
+MAX_PARTS = 8  # of a plain step, which is the least that a window of all rows counts
+ATTEMPT_WINDOWS = 3
+
+
+@dataclass(slots=True)
+class Account:
+    balance_us: float  # that speculation may lose
+    attempts_us: float  # that attempts may lose
+    window_us: float = 0.0  # what a window of all rows costs
+
+
+class Accounts:
+    """One account for each power of two of rows."""
+
+    __slots__ = ("_by_bits",)
+
+    def __init__(self) -> None:
+        self._by_bits: dict[int, Account] = {}
+
+    def of(self, num_rows: int, times: WindowTimes) -> Account:
+        """Opens the account if there is none. Applies its limits."""
+        full, first = (
+            times.price(num_rows, num_drafting=num, num_drafts=times.max_drafts)
+            for num in (num_rows, 1)
+        )
+        attempt_us = ATTEMPT_WINDOWS * first
+        beginning = Account(full + attempt_us, attempt_us)
+        account = self._by_bits.setdefault(num_rows.bit_length(), beginning)
+        account.window_us = max(full, float(times.plain[num_rows]) / MAX_PARTS)
+        account.balance_us = min(account.balance_us, MAX_WINDOWS * account.window_us)
+        account.attempts_us = min(account.attempts_us, account.window_us + attempt_us)
+        return account
+
+    def pay_in(self, num_rows: int, plain_us: float) -> None:
+        """Credits the income of plain steps, which took `plain_us` together."""
+        income_us = plain_us / INCOME_PARTS
+        self.credit(num_rows, income_us, attempts_us=income_us)
+
+    def credit(self, num_rows: int, time_us: float, *, attempts_us: float = 0.0) -> bool:
+        """Returns whether the account is overdrawn by more than one window."""
+        account = self._by_bits.get(num_rows.bit_length())
+        if account is None:
+            return False
+        account.balance_us += time_us
+        account.attempts_us += attempts_us
+        return account.balance_us < -account.window_us
