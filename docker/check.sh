@@ -42,7 +42,8 @@ fail() { say "FAILED: $*"; exit 1; }
 build() { buildah --root "$work/storage" --runroot "$work/run" --storage-driver vfs "$@"; }
 
 clean_up() {
-    [ -z "$unshared" ] || kill -KILL "$unshared" 2> /dev/null || true
+    # The server changes its user, which clears the signal that --kill-child asked for.
+    [ -z "$unshared" ] || pkill -KILL --parent "$unshared" || true
     [ -n "${WORK:-}" ] || rm -rf "$work"
 }
 trap clean_up EXIT

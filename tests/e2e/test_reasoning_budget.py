@@ -52,6 +52,28 @@ async def test_the_reasoning_ends_at_its_limit_and_the_answer_follows(client: As
     assert len(limited[0]) < len((await message_of(client, max_tokens=60, **constraint))[0])
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"thinking_token_budget": 0},
+        {"reasoning_effort": "none"},
+        {"thinking": {"type": "disabled"}},
+        {"reasoning": {"enabled": False}},
+    ],
+)
+async def test_reasoning_is_off_for_a_template_without_a_switch(
+    client: AsyncOpenAI, extra: dict[str, Any]
+) -> None:
+    answer = await client.chat.completions.create(**CHAT, extra_body=extra)
+    message, usage = answer.choices[0].message, answer.usage
+    assert usage is not None
+    assert usage.completion_tokens_details is not None
+    assert usage.completion_tokens_details.reasoning_tokens == 0
+    assert message.content
+    assert "<|" not in message.content
+    assert "reasoning_content" not in message.model_dump()
+
+
 async def test_a_response_and_a_message_of_anthropic_have_the_same_limit(
     client: AsyncOpenAI,
 ) -> None:

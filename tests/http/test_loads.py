@@ -20,6 +20,11 @@ async def test_open_requests_are_counted(echo: EchoEngine) -> None:
     assert (await ask(echo, "/load")).json == {"server_load": 2}
     asked.cancel()
     assert (await ask(echo, "/v1/loads")).json["loads"][0]["num_total_reqs"] == 0
+    gauges = await ask(echo, "/v1/loads?format=prometheus")
+    assert (
+        '# TYPE sglang_num_total_reqs gauge\nsglang_num_total_reqs{dp_rank="0"} 0\n' in gauges.text
+    )
+    assert (await ask(echo, "/v1/loads?format=xml")).status == 400
 
 
 def test_the_load_is_that_of_the_metrics() -> None:

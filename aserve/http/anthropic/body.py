@@ -12,6 +12,7 @@ from aserve.http.openai.chat_plan import ChatPlan, plan_chat
 from aserve.http.openai.conversation import Chat, ReasoningOptions, pictures_of
 from aserve.http.openai.grammars import format_grammar
 from aserve.http.openai.limits import INT32, Range, check_within
+from aserve.http.openai.reasoning import reasoning_limit
 from aserve.http.openai.schema import (
     ChatMessage,
     ContentPart,
@@ -282,9 +283,12 @@ def _reasoning_of(
         check_within(thinking.budget_tokens, BUDGET, param="thinking.budget_tokens")
     kind = "disabled" if thinking is None else thinking.type
     is_enabled = None if kind == "adaptive" else kind == "enabled"
+    limit = None
+    if thinking is not None:
+        limit = reasoning_limit(thinking.budget_tokens, is_enabled=is_enabled)
     return ReasoningOptions(
         is_enabled=is_enabled,
         effort=effort,
-        max_tokens=None if thinking is None or not has_limit else thinking.budget_tokens,
+        max_tokens=limit if has_limit else None,
         is_shown=kind != "disabled",
     )

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
+from typing import Literal
 
 import msgspec
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+from aserve.http.body import parse_query
 from aserve.http.control.info import version
 from aserve.http.delivery import json_response
 from aserve.http.route import get
 from aserve.http.state import HttpContext
 from aserve.messages.executor import EngineSpec
+
+TEXT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class EngineLoad(msgspec.Struct):
@@ -36,14 +40,35 @@ class Loads(msgspec.Struct):
     dp_rank_count: int = 1
 
 
+class LoadsQuery(msgspec.Struct, kw_only=True):
+    """SGLang's parameters. The one engine has one section, `core`."""
+
+    format: Literal["json", "prometheus"] = "json"
+    include: str | None = None
+    dp_rank: int | None = None
+
+
 async def read_load(_: web.Request, context: HttpContext) -> web.Response:
     """Answers as vLLM does: the number of open requests."""
     return json_response({"server_load": context.gateway.num_open})
 
 
-async def read_loads(_: web.Request, context: HttpContext) -> web.Response:
+async def read_loads(request: web.Request, context: HttpContext) -> web.Response:
+    query = parse_query(request, LoadsQuery)
     load = engine_load(context.registry, context.state.spec)
+    if query.format == "prometheus":
+        return web.Response(text=_gauges(load), headers={"Content-Type": TEXT_TYPE})
     return json_response(Loads(time.time(), version(), [load]))
+
+
+def _gauges(load: EngineLoad) -> str:
+    """Returns the load as gauges with SGLang's names."""
+    fields = msgspec.structs.asdict(load)
+    rank = fields.pop("dp_rank")
+    return "".join(
+        f'# TYPE sglang_{name} gauge\nsglang_{name}{{dp_rank="{rank}"}} {value}\n'
+        for name, value in fields.items()
+    )
 
 
 def engine_load(registry: CollectorRegistry, spec: EngineSpec | None) -> EngineLoad:

@@ -37,12 +37,16 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "flush_cache": (True,),
     "is_async": (False,),
 }
-# Ways of SGLang to move weights, and what to use instead.
+# Ways of SGLang and vLLM to move weights, and what to use instead.
 FILES = "write a safetensors file, in /dev/shm for example, and use /update_weights_from_tensor."
 WHOLE = "each update is whole or not at all; send 'keep_pause' with all but the last of several."
 ELSEWHERE = {
     "/begin_weight_update": WHOLE,
     "/end_weight_update": WHOLE,
+    "/start_weight_update": WHOLE,
+    "/finish_weight_update": WHOLE,
+    "/init_weight_transfer_engine": FILES,
+    "/update_weights": FILES,
     "/update_weights_from_distributed": FILES,
     "/update_weights_from_ipc": FILES,
     "/init_weights_update_group": FILES,

@@ -12,6 +12,7 @@ from aserve.http.openai.checks import check_unsupported
 from aserve.http.openai.conversation import Chat, ReasoningOptions
 from aserve.http.openai.grammars import format_grammar
 from aserve.http.openai.limits import INT32, Range, check_within
+from aserve.http.openai.reasoning import reasoning_limit
 from aserve.http.openai.schema import ChatMessage, FunctionCall, GenerationBody, ToolCall
 from aserve.http.openai.tools import ToolChoice, choose_tools
 from aserve.messages.requests import Grammar
@@ -195,6 +196,10 @@ def _reasoning_of(body: OllamaBody) -> ReasoningOptions:
         case None:
             return ReasoningOptions()
         case bool(is_enabled):
-            return ReasoningOptions(is_enabled=is_enabled, is_shown=is_enabled)
+            return ReasoningOptions(
+                is_enabled=is_enabled,
+                max_tokens=reasoning_limit(None, is_enabled=is_enabled),
+                is_shown=is_enabled,
+            )
         case effort:
             return ReasoningOptions(effort=effort)

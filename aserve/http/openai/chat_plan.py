@@ -17,7 +17,12 @@ from aserve.http.openai.conversation import (
     text_of,
 )
 from aserve.http.openai.parsed import ParsePlan
-from aserve.http.openai.reasoning import BUDGETS, reasoning_budget, reasoning_params
+from aserve.http.openai.reasoning import (
+    BUDGETS,
+    reasoning_budget,
+    reasoning_limit,
+    reasoning_params,
+)
 from aserve.http.openai.schema import ChatBody, Reasoning, TokenizeBody
 from aserve.http.openai.tools import (
     ToolChoice,
@@ -29,7 +34,13 @@ from aserve.http.openai.tools import (
     read_tools,
 )
 from aserve.messages.requests import ChatPrompt, Grammar, ReasoningParams, SamplingParams
-from aserve.parsers.registry import TOOL_PARSERS, ParserNames, kept_tokens, opens_reasoning
+from aserve.parsers.registry import (
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    ParserNames,
+    kept_tokens,
+    opens_reasoning,
+)
 from aserve.parsers.tool_grammar import answer_grammar, calls_or_answer_grammar, tool_grammar
 
 
@@ -105,7 +116,7 @@ def plan_chat(
         ),
         grammar,
         reasoning_params(reasoning, parsers, tools=calls, may_reason=is_free or thinks is not None),
-        _call_markers(parsers.tools) if bans_calls else (),
+        (_call_markers(parsers.tools) if bans_calls else ()) + _banned_openings(reasoning, parsers),
     )
 
 
@@ -154,10 +165,11 @@ def _reasoning_of(body: ChatBody) -> ReasoningOptions:
         }
     )
     is_enabled = given.enabled if thinking is None else thinking.type == "enabled"
+    effort = body.reasoning_effort or given.effort
     return ReasoningOptions(
         is_enabled=False if budget == 0 else is_enabled,
-        effort=body.reasoning_effort or given.effort,
-        max_tokens=budget or None,
+        effort=effort,
+        max_tokens=reasoning_limit(budget, is_enabled=is_enabled, effort=effort),
         is_separate=body.separate_reasoning is not False,
         is_shown=body.include_reasoning is not False and not given.exclude,
         is_streamed=body.stream_reasoning is not False,
@@ -183,6 +195,16 @@ def _call_grammar(
         reasoning=reasoning,
         starts_in_reasoning=starts_inside,
     )
+
+
+def _banned_openings(options: ReasoningOptions, parsers: ParserNames) -> tuple[str, ...]:
+    """Returns the texts that begin reasoning, if the client wants none. WHY: ended at once, a model
+    that has begun to think would go on in the content.
+    """
+    if options.max_tokens != 0 or parsers.reasoning is None:
+        return ()
+    family = REASONING_PARSERS[parsers.reasoning]
+    return family.opens if family.parsed_by is None else ()
 
 
 def _call_markers(parser: str | None) -> tuple[str, ...]:

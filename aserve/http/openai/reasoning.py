@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from aserve.errors import InvalidRequest
 from aserve.http.openai.conversation import ReasoningOptions
 from aserve.http.openai.limits import INT32, Range, check_within
+from aserve.http.openai.schema import Effort
 from aserve.messages.requests import ReasoningParams
 from aserve.parsers.registry import ParserNames
 
@@ -28,13 +29,23 @@ def reasoning_budget(fields: Mapping[str, int | None]) -> int | None:
     return None if budget < 0 else budget
 
 
+def reasoning_limit(
+    budget: int | None, *, is_enabled: bool | None = None, effort: Effort | None = None
+) -> int | None:
+    """Returns the limit of reasoning tokens. A request that switches reasoning off has the limit 0,
+    because the model's chat template may not know the switch.
+    """
+    is_off = effort == "none" if is_enabled is None else not is_enabled
+    return 0 if is_off else budget
+
+
 def reasoning_params(
     options: ReasoningOptions, parsers: ParserNames, *, tools: str | None, may_reason: bool
 ) -> ReasoningParams | None:
     """Returns the parameters of an output that may begin with reasoning. Raises if that has a limit
     and it is not known how the model ends it.
     """
-    if options.max_tokens is not None and parsers.reasoning is None:
+    if options.max_tokens and parsers.reasoning is None:
         raise InvalidRequest(
             "Unsupported limit of reasoning tokens: no reasoning parser fits this server's model, "
             "so the end of its reasoning is not known; see --reasoning-parser.",

@@ -11,7 +11,7 @@ from aserve.errors import InvalidRequest
 from aserve.http.openai.checks import unsupported
 from aserve.http.openai.conversation import Chat, ReasoningOptions
 from aserve.http.openai.limits import check_length
-from aserve.http.openai.reasoning import reasoning_budget
+from aserve.http.openai.reasoning import reasoning_budget, reasoning_limit
 from aserve.http.openai.schema import ChatMessage
 from aserve.http.openai.tools import (
     MAX_TOOLS,
@@ -45,7 +45,7 @@ def chat_of(body: ResponseBody, messages: list[ChatMessage]) -> Chat:
         reasoning=ReasoningOptions(
             is_enabled=False if budget == 0 else None,
             effort=config.effort,
-            max_tokens=budget or None,
+            max_tokens=reasoning_limit(budget, effort=config.effort),
         ),
     )
 
