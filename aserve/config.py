@@ -89,6 +89,18 @@ class ModelOptions:
         "generation_config.json, or none",
         Limits(choices=("model", "none"), value_aliases={"auto": "model", "vllm": "none"}),
     )
+    override_generation_config: str = option(
+        "{}",
+        "JSON object of default sampling parameters, named as in generation_config.json, which go "
+        "before those of --generation-config",
+        Limits(metavar="JSON", aliases=("preferred-sampling-params",)),
+    )
+    default_chat_template_kwargs: str = option(
+        "{}",
+        "JSON object of variables of the chat template, for requests without such variables of "
+        "their own (chat_template_kwargs, reasoning_effort)",
+        Limits(metavar="JSON"),
+    )
     chat_template: str | None = option(
         None,
         "a chat template instead of the model's: a file, the template itself, or qwen3-reranker",

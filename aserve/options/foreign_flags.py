@@ -123,10 +123,6 @@ FOREIGN_FLAGS = (
         "one budget holds for the prompts and rows of a step: --max-num-batched-tokens",
     ),
     ForeignFlag(("max-total-tokens",), "--num-pages has the size of the KV cache, in pages"),
-    ForeignFlag(
-        ("override-generation-config", "preferred-sampling-params"),
-        "defaults of sampling are in the model's generation_config.json; see --generation-config",
-    ),
     ForeignFlag(("max-logprobs",), "a request may have 20 alternatives per token", {"20": NOTHING}),
     ForeignFlag(
         ("sse-keep-alive-interval", "sse-ping-interval"),
@@ -159,9 +155,6 @@ FOREIGN_FLAGS = (
         ("chat-template-content-format",),
         "the texts of a message's parts are joined to one for the template",
         {"auto": NOTHING, "string": NOTHING},
-    ),
-    ForeignFlag(
-        ("default-chat-template-kwargs",), "each request may send its `chat_template_kwargs`"
     ),
     ForeignFlag(
         ("hf-overrides", "json-model-override-args", "rope-scaling", "rope-theta"),

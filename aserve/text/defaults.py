@@ -17,7 +17,7 @@ from aserve.errors import ConfigError, InvalidRequest
 from aserve.messages.base import Record, pack_i32
 from aserve.messages.requests import ReasoningIds, ReasoningParams
 from aserve.parsers.registry import opens_reasoning, reasoning_tags
-from aserve.text.model_files import read_json
+from aserve.text.model_files import read_json, read_object
 
 if TYPE_CHECKING:
     from aserve.text.tokenizer import TextTokenizer
@@ -60,6 +60,19 @@ def load_defaults(model_dir: Path) -> GenerationDefaults:
         return msgspec.convert(given, GenerationDefaults)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {error}; --generation-config none ignores the file") from None
+
+
+def overridden(defaults: GenerationDefaults, text: str) -> GenerationDefaults:
+    """Returns the defaults with those of --override-generation-config."""
+    option = "--override-generation-config"
+    given = read_object(text, option)
+    for name in given.keys() - {*defaults.__struct_fields__}:
+        known = ", ".join(defaults.__struct_fields__)
+        raise ConfigError(f"{option}: '{name}' is no parameter; there are {known}")
+    try:
+        return msgspec.convert(msgspec.structs.asdict(defaults) | given, GenerationDefaults)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{option}: {error}") from None
 
 
 def bad_word_ids(words: Iterable[str], tokenizer: TextTokenizer) -> tuple[tuple[int, ...], ...]:

@@ -25,7 +25,7 @@ from aserve.parsers.registry import (
     parser_name,
 )
 from aserve.pictures.settings import PictureSettings, picture_settings
-from aserve.text.defaults import NEUTRAL, GenerationDefaults, load_defaults
+from aserve.text.defaults import NEUTRAL, GenerationDefaults, load_defaults, overridden
 from aserve.text.model_files import load_template, read_json, token_text
 from aserve.text.pooling import PLAIN, PoolingTexts, load_pooling
 from aserve.text.template import ChatTemplate
@@ -54,10 +54,13 @@ class TextSide(NamedTuple):
 
 
 def load_text(model_dir: Path, options: ModelOptions) -> TextSide:
-    defaults = NEUTRAL if options.generation_config == "none" else load_defaults(model_dir)
+    own = NEUTRAL if options.generation_config == "none" else load_defaults(model_dir)
+    defaults = overridden(own, options.override_generation_config)
     if defaults != NEUTRAL:
         logger.info("defaults of %s: %s", model_dir, defaults)
-    template = load_template(model_dir, options.chat_template)
+    template = load_template(
+        model_dir, options.chat_template, variables=options.default_chat_template_kwargs
+    )
     parsers = choose_parsers(template, options)
     logger.info("parsers of %s: reasoning=%s tools=%s", model_dir, parsers.reasoning, parsers.tools)
     if options.load_format != "dummy" or has_tokenizer(model_dir):

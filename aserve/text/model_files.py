@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from aserve.errors import ConfigError
-from aserve.text.template import ChatTemplate
+from aserve.text.template import RESERVED, ChatTemplate
 
 MARKS = ("{{", "{%", "{#")  # every template has one of them, and no sensible path does
 SETTINGS = "tokenizer_config.json"
@@ -47,15 +47,27 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def load_template(model_dir: Path, given: str | None = None) -> ChatTemplate | None:
+def read_object(text: str, where: str) -> dict[str, Any]:
+    """Returns the JSON object that an option has."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        example = '{"name": 1}'
+        raise ConfigError(f"{where}: {error}; it is a JSON object such as {example}") from None
+
+
+def load_template(
+    model_dir: Path, given: str | None = None, *, variables: str = "{}"
+) -> ChatTemplate | None:
     """Loads the template from `given`, which is a path, a name or the template itself, or else from
-    the model. A separate template file has priority over tokenizer_config.json.
+    the model. A separate template file has priority over tokenizer_config.json. `variables` is
+    --default-chat-template-kwargs.
     """
     settings = read_json(model_dir / SETTINGS)
-    special_tokens = _special_tokens(settings)
+    known = _special_tokens(settings) | _default_variables(variables)
     if given is not None:
         source, where = _given_source(given)
-        return ChatTemplate(source, where=where, special_tokens=special_tokens)
+        return ChatTemplate(source, where=where, variables=known)
     sources, where = _model_sources(model_dir)
     if FOR_CHAT not in sources:
         return None
@@ -63,8 +75,16 @@ def load_template(model_dir: Path, given: str | None = None) -> ChatTemplate | N
         sources[FOR_CHAT],
         with_tools=sources.get(FOR_TOOLS),
         where=where,
-        special_tokens=special_tokens,
+        variables=known,
     )
+
+
+def _default_variables(text: str) -> dict[str, Any]:
+    option = "--default-chat-template-kwargs"
+    found = read_object(text, option)
+    for name in found.keys() & RESERVED:
+        raise ConfigError(f"{option}: '{name}' is set by aserve")
+    return found
 
 
 def _given_source(given: str) -> tuple[str, str]:

@@ -33,9 +33,10 @@ TEMPLATE_FAULTS = (
 class ChatTemplate:
     """A compiled chat template. `with_tools` is used instead of `source` for messages with tools,
     so it is the `source` that shows how the model writes calls. `where` names the file in errors.
+    `variables` are those of every prompt, such as the special tokens.
     """
 
-    __slots__ = ("_plain", "_special_tokens", "_with_tools", "source")
+    __slots__ = ("_plain", "_variables", "_with_tools", "source")
 
     def __init__(
         self,
@@ -43,12 +44,12 @@ class ChatTemplate:
         *,
         with_tools: str | None = None,
         where: str = "the model",
-        special_tokens: dict[str, str] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
         self.source = source if with_tools is None else with_tools
         self._plain = _compiled(source, where)
         self._with_tools = self._plain if with_tools is None else _compiled(with_tools, where)
-        self._special_tokens = special_tokens or {}
+        self._variables = dict(variables or {})
 
     def render(
         self,
@@ -66,7 +67,7 @@ class ChatTemplate:
         """
         template = self._plain if tools is None else self._with_tools
         own = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
-        seen = self._special_tokens | dict(variables or {}) | own
+        seen = self._variables | dict(variables or {}) | own
         pieces: list[str] = []
         room = max_chars
         try:

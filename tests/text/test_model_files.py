@@ -11,7 +11,7 @@ import pytest
 from aserve.config import ModelOptions
 from aserve.errors import ConfigError
 from aserve.parsers.registry import ParserNames
-from aserve.text.defaults import NEUTRAL, GenerationDefaults, load_defaults
+from aserve.text.defaults import NEUTRAL, GenerationDefaults, load_defaults, overridden
 from aserve.text.load import load_text, load_tokenizer
 from aserve.text.model_files import load_template
 from aserve.tiny import MODEL_DIR
@@ -248,3 +248,23 @@ def test_the_parsers_are_those_that_fit_the_template_or_are_named(
 def test_an_unknown_parser_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="--tool-call-parser is 'hermos'"):
         load_text(MODEL_DIR, ModelOptions(tool_call_parser="hermos"))
+
+
+def test_an_option_overrides_the_defaults_by_name(tmp_path: Path) -> None:
+    own = load_defaults(write(tmp_path, generation_config={"temperature": 0.6, "top_k": 20}))
+    found = overridden(own, '{"top_k": 5, "max_new_tokens": 9}')
+    assert found == GenerationDefaults(temperature=0.6, top_k=5, max_new_tokens=9)
+    for wrong in ('{"topk": 5}', '{"top_p": 2}', '{"top_p": null}', "[]", "{"):
+        with pytest.raises(ConfigError, match=r"--override-generation-config: .+"):
+            overridden(NEUTRAL, wrong)
+
+
+def test_default_variables_of_the_template_yield_to_those_of_a_request(tmp_path: Path) -> None:
+    variables = '{"enable_thinking": false}'
+    template = load_template(tmp_path, "{{ enable_thinking }}", variables=variables)
+    assert template is not None
+    assert template.render([]) == "False"
+    assert template.render([], variables={"enable_thinking": True}) == "True"
+    for wrong in ('{"messages": []}', "1"):
+        with pytest.raises(ConfigError, match=r"--default-chat-template-kwargs: .+"):
+            load_template(tmp_path, "{{ 1 }}", variables=wrong)

@@ -106,7 +106,7 @@ def test_a_template_that_cannot_be_read_is_an_error_at_start() -> None:
 
 def test_variables_of_a_request_reach_the_template_and_replace_nothing_of_its_own() -> None:
     template = ChatTemplate(
-        "{{ style }}{{ bos_token }}{{ messages | length }}", special_tokens={"bos_token": "<s>"}
+        "{{ style }}{{ bos_token }}{{ messages | length }}", variables={"bos_token": "<s>"}
     )
     assert template.render(MESSAGES, variables={"style": "plain"}) == "plain<s>2"
     assert template.render(MESSAGES, variables={"self": 1, "bos_token": "<x>"}) == "<x>2"
