@@ -28,6 +28,7 @@ from torch import Tensor
 
 from aserve.errors import ConfigError
 from aserve.parallel.topology import Coordinates, Patience, RankLost
+from aserve_kernels.cpu import rank_sum
 from aserve_kernels.cpu.rendezvous import FLAGS_PER_LINE, meet
 
 BUFFER_BYTES = 1 << 19  # 128 rows of 1,024 elements in float32
@@ -39,13 +40,17 @@ DEATH_CHECK_S = 0.05
 
 
 class SharedCollectives:
-    """`Collectives` over shared memory. A rank that is lost ends the caller with RankLost."""
+    """`Collectives` over shared memory. A rank that is lost ends the caller with RankLost.
+
+    A compiled step sums by itself, between `begin` and `end`. It counts its collectives in the same
+    words as this object, so that both may follow each other.
+    """
 
     def __init__(self, place: Coordinates, patience: Patience) -> None:
         """Meets the other ranks. Raises ConfigError if there is no memory to share."""
         self.rank, self.num_ranks = place.rank, place.num_ranks
         self._patience = Patience(MEET_S)
-        self._number = 0  # of collectives so far
+        self._words = np.zeros(rank_sum.FILES + self.num_ranks, np.int64)
         self._locks = _Locks(place)
         memory = _shared_memory(Path(f"{place.store}.memory"), self._num_bytes)
         words = FLAGS_PER_LINE * self.num_ranks
@@ -53,13 +58,43 @@ class SharedCollectives:
         shape = (2, self.num_ranks, BUFFER_BYTES)
         bytes_ = torch.frombuffer(memory, dtype=torch.uint8, offset=self._flags.nbytes)
         self._buffers = bytes_.view(shape)
+        self._describe()
         self._meet()
         self._locks.watch()
+        self._words[rank_sum.FILES :] = self._locks.descriptors
         self._patience = patience
+
+    @property
+    def address(self) -> int:
+        """The address of the words of aserve_kernels/cpu/rank_sum.py, which this object keeps."""
+        return int(self._words.ctypes.data)
+
+    def begin(self) -> None:
+        """A compiled step begins."""
+        slept_us = rank_sum.SLEEP_US + rank_sum.TIMER_SLACK_US
+        self._words[rank_sum.MAX_SLEEPS] = int(self._patience.seconds * 1e6 / slept_us)
+
+    def end(self) -> None:
+        """A compiled step has ended. Raises RankLost if it has lost a rank."""
+        if self._words[rank_sum.LOST]:
+            self._check(self._patience.seconds + 1)
+            raise RankLost(f"rank {self.rank} has lost another rank, which was late")
+
+    @property
+    def _number(self) -> int:
+        """The collectives so far."""
+        return int(self._words[rank_sum.NUMBER])
 
     @property
     def _num_bytes(self) -> int:
         return 8 * FLAGS_PER_LINE * self.num_ranks + 2 * self.num_ranks * BUFFER_BYTES
+
+    def _describe(self) -> None:
+        words = self._words
+        words[[rank_sum.RANK, rank_sum.NUM_RANKS]] = self.rank, self.num_ranks
+        words[rank_sum.FLAGS] = self._flags.ctypes.data
+        words[rank_sum.BUFFERS] = self._buffers.data_ptr()
+        words[rank_sum.BUFFER_BYTES] = BUFFER_BYTES
 
     def sum(self, x: Tensor) -> Tensor:
         parts = self._gather(x)
@@ -94,7 +129,7 @@ class SharedCollectives:
         return buffers
 
     def _meet(self) -> None:
-        self._number += 1
+        self._words[rank_sum.NUMBER] += 1
         if not meet(self._flags, self.rank, self._number, LOOKS):
             self._wait()
 
@@ -129,6 +164,7 @@ class _Locks:
     one process, and it goes with the process or the object."""
 
     def __init__(self, place: Coordinates) -> None:
+        self._rank = place.rank
         self._paths = [f"{place.store}.{n}" for n in range(place.num_ranks)]
         self._files = {place.rank: FileIO(self._paths[place.rank], "w")}
         fcntl.flock(self._files[place.rank], fcntl.LOCK_EX)
@@ -139,6 +175,12 @@ class _Locks:
         for rank, path in enumerate(self._paths):
             if rank not in self._files:
                 self._files[rank] = FileIO(path)
+
+    @property
+    def descriptors(self) -> list[int]:
+        """The descriptors of the others' files, in the order of ranks; -1 for this rank."""
+        ranks = range(len(self._paths))
+        return [-1 if rank == self._rank else self._files[rank].fileno() for rank in ranks]
 
     def is_free(self, rank: int) -> bool:
         """Returns whether a rank that has met the others has ended."""

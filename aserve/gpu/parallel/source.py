@@ -26,16 +26,16 @@ from aserve.gpu.weights.source import ExpertPart, Shard, Target, WeightSource
 class SummedLinear:
     """A row-parallel product: the sum of what the ranks have, and then the bias."""
 
-    __slots__ = ("_ranks", "bias", "part")
+    __slots__ = ("bias", "part", "ranks")
 
     def __init__(self, part: LinearOp, bias: Tensor | None, ranks: Collectives) -> None:
         self.part = part
         self.bias = bias  # [out], on every rank
-        self._ranks = ranks
+        self.ranks = ranks
 
     def __call__(self, x: Tensor, /) -> Tensor:
         """x [tokens, in of this rank] -> [tokens, out]."""
-        total = self._ranks.sum(self.part(x))
+        total = self.ranks.sum(self.part(x))
         return total if self.bias is None else total + self.bias
 
 

@@ -1,9 +1,9 @@
 """One stage of a pipeline: its part of a decoder, and its part of each step.
 
 All stages get the same batches and keep the same tables, so each of them resolves ids, lengths and
-drafts alone. The residual stream and its norm travel from stage to stage, which gives the same bits
-as one device does. Only the last stage samples. No row is in two steps at once (`lead` is 1), so
-the scheduler knows every token that a step reads, and none travels back.
+drafts alone. The residual stream travels from stage to stage, as wide as it is computed, which
+gives the same bits as one device does. Only the last stage samples. No row is in two steps at once
+(`lead` is 1), so the scheduler knows every token that a step reads, and none travels back.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from aserve.errors import ConfigError
 from aserve.gpu.decode.base import DecodeMode, OnPublish, StepRunner
 from aserve.gpu.kv.layer_groups import LayerGroup, group_layers
+from aserve.gpu.layers.norm import AddNorm, Norm
 from aserve.gpu.models.base import Attend, CausalModel, HiddenCapture
 from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.models.stages import StageLayers, stage_layers
@@ -30,7 +31,7 @@ from aserve.gpu.step.plan import StepPlan
 from aserve.gpu.step.resolve import DeviceStep
 from aserve.gpu.step.results import Packed, pack_nothing
 from aserve.gpu.transfer.staging import DeviceArrays
-from aserve.gpu.weights.source import ONE_STAGE, Stage, Target
+from aserve.gpu.weights.source import ONE_STAGE, Stage, Target, wide_dtype
 from aserve.messages.executor import EngineSpec
 
 WITHOUT_MODEL = "NGRAM"  # the drafter that reads token ids alone
@@ -48,9 +49,10 @@ class StagedDecoder:
         self.max_model_len = decoder.max_model_len
         self.dtype = decoder.dtype
         self.iteration = 0  # of the step that runs
-        self._decoder = decoder
-        self._own = own
-        self._blocks = decoder.blocks[own.first : own.end]
+        self.decoder = decoder
+        self.is_first, self.is_last = own.is_first, own.is_last
+        self.blocks = decoder.blocks[own.first : own.end]
+        self.first_norm = decoder.first_norm if own.is_first else _norm_before(decoder, own.first)
         self._pipe = pipe
 
     def forward(
@@ -63,24 +65,38 @@ class StagedDecoder:
     ) -> Tensor:
         """Returns what `CausalModel.forward` does in the last stage. In the others the result is
         the norm that the next stage gets, and stands for nothing."""
-        decoder = self._decoder
-        if self._own.is_first:
+        decoder = self.decoder
+        if self.is_first:
             hidden = decoder.embed(input_ids)
-            normed = decoder.first_norm(hidden)
         else:
-            shape = (2, len(input_ids), self.hidden_size)
-            both = torch.empty(shape, dtype=self.dtype)
-            self._pipe.receive(self.iteration, both)
-            hidden, normed = both
+            hidden = self.receive(len(input_ids)).to(self.dtype)
+        normed = self.first_norm(hidden)
         cos_sin = [rotary.at(positions) for rotary in decoder.rotaries]
-        for block in self._blocks:
+        for block in self.blocks:
             hidden, normed = block(hidden, normed, cos_sin[block.rotary], attend)
-        if not self._own.is_last:
-            self._pipe.send(self.iteration, torch.stack((hidden, normed)))
+        if not self.is_last:
+            self.send(hidden)
         return normed
 
+    def receive(self, num_tokens: int) -> Tensor:
+        """Returns the residual stream of the stage before, [tokens, hidden]."""
+        stream = torch.empty((num_tokens, self.hidden_size), dtype=wide_dtype(self.dtype))
+        self._pipe.receive(self.iteration, stream)
+        return stream
+
+    def send(self, stream: Tensor) -> None:
+        """Sends the residual stream to the next stage, [tokens, hidden]."""
+        self._pipe.send(self.iteration, stream.to(wide_dtype(self.dtype)))
+
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._decoder.logits(hidden)
+        return self.decoder.logits(hidden)
+
+
+def _norm_before(decoder: Decoder, first: int) -> Norm:
+    """The norm before the layer `first`, which the layer before it owns."""
+    found = decoder.blocks[first - 1].before_next
+    assert isinstance(found, AddNorm)  # all that the CPU's operators make
+    return found.norm
 
 
 class StagedMode:

@@ -77,6 +77,7 @@ def decoder_forward(
     tables: Tables,
     hidden: Tensor | None = None,
     *,
+    stream: Tensor | None = None,
     num_workers: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Returns the output of the layers [tokens, hidden], which for a whole model are the hidden
@@ -84,8 +85,10 @@ def decoder_forward(
     dtype. Writes the tokens' KV slots.
 
     input_ids [tokens], row after row; slots [tokens] are those of adapters. `hidden` [tokens, size]
-    are the hidden states that a draft model reads. `num_workers` threads share the work, of a draft
-    model only one; it was compiled for one, or for any number above.
+    are the hidden states that a draft model reads. `stream` float32 [tokens, hidden] becomes the
+    residual stream after the layers; layers without embeddings begin with what it has.
+    `num_workers` threads share the work, of a draft model only one; it was compiled for one, or for
+    any number above.
     """
     out, streams = _empty_outputs(len(input_ids), tables)
     if hidden is None:
@@ -93,7 +96,8 @@ def decoder_forward(
     own = (rows.rows, rows.lens, rows.starts, rows.query_lens, slots, tables.captured)
     records = (tables.model, tables.layers, tables.loras)
     forward = _forward_alone if num_workers == 1 else _forward
-    written = (as_array(out), as_array(streams), new_meeting(), num_workers)
+    residual = np.empty((0, out.shape[1]), np.float32) if stream is None else stream.numpy()
+    written = (as_array(out), as_array(streams), residual, new_meeting(), num_workers)
     forward(input_ids, as_array(hidden), *own, *records, *written)
     return out, streams
 
@@ -154,7 +158,8 @@ def compile_decoder_forward(dtype: torch.dtype, num_workers: int = 1) -> None:
     words = types.Array(types.int32, 1, "C")
     forward, step = (_forward_alone, _step_alone) if num_workers == 1 else (_forward, _step)
     team = (COLUMN, types.int64)
-    compile_ahead(forward, COLUMN, table, *[COLUMN] * 6, *RECORDS, table, streams, *team)
+    residual = types.Array(types.float32, 2, "C")
+    compile_ahead(forward, COLUMN, table, *[COLUMN] * 6, *RECORDS, table, streams, residual, *team)
     results = (*[COLUMN] * 3, table, streams, words, *team)
     compile_ahead(step, *[COLUMN] * 9, *[types.int64] * 2, *RECORDS, *results)
 
@@ -163,14 +168,14 @@ def compile_decoder_forward(dtype: torch.dtype, num_workers: int = 1) -> None:
 def _forward(
     ids: Int64s, hiddens: Floats, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
     slots: Int64s, captured: Int64s, models: Records, layers: Records, loras: Records,
-    out: Floats, streams: Floats, meeting: Int64s, num_workers: int,
+    out: Floats, streams: Floats, stream: Float32s, meeting: Int64s, num_workers: int,
 ) -> None:  # fmt: skip
     wide = np.empty(num_wide(ids.shape[0], models[0]), np.float32)
     narrow_ = np.empty(num_narrow(ids.shape[0], models[0]), out.dtype)
     for worker in prange(num_workers):
         _forward_share(
             ids, hiddens, rows, lens, starts, query_lens, slots, captured, models, layers, loras,
-            out, streams, wide, narrow_, meeting, worker, num_workers,
+            out, streams, stream, wide, narrow_, meeting, worker, num_workers,
         )  # fmt: skip
 
 
@@ -178,14 +183,14 @@ def _forward(
 def _forward_alone(
     ids: Int64s, hiddens: Floats, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
     slots: Int64s, captured: Int64s, models: Records, layers: Records, loras: Records,
-    out: Floats, streams: Floats, meeting: Int64s, num_workers: int,
+    out: Floats, streams: Floats, stream: Float32s, meeting: Int64s, num_workers: int,
 ) -> None:  # fmt: skip
     wide = np.empty(num_wide(ids.shape[0], models[0]), np.float32)
     narrow_ = np.empty(num_narrow(ids.shape[0], models[0]), out.dtype)
     for worker in range(num_workers):
         _forward_share(
             ids, hiddens, rows, lens, starts, query_lens, slots, captured, models, layers, loras,
-            out, streams, wide, narrow_, meeting, worker, num_workers,
+            out, streams, stream, wide, narrow_, meeting, worker, num_workers,
         )  # fmt: skip
 
 
@@ -193,14 +198,18 @@ def _forward_alone(
 def _forward_share(
     ids: Int64s, hiddens: Floats, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
     slots: Int64s, captured: Int64s, models: Records, layers: Records, loras: Records,
-    out: Floats, streams: Floats, wide: Float32s, narrow_: Floats,
+    out: Floats, streams: Floats, stream: Float32s, wide: Float32s, narrow_: Floats,
     meeting: Int64s, worker: int, num_workers: int,
 ) -> None:  # fmt: skip
+    team = Team(worker, num_workers, meeting)
+    buffers = buffers_in(wide, narrow_, ids.shape[0], models[0])
+    first, last = share_of(stream.shape[0], team)
+    buffers.hidden[first:last] = stream[first:last]
     run_layers(
         ids, hiddens, rows, lens, starts, query_lens, slots, models[0], layers, loras, captured,
-        out, streams, buffers_in(wide, narrow_, ids.shape[0], models[0]),
-        Team(worker, num_workers, meeting),
+        out, streams, buffers, team,
     )  # fmt: skip
+    stream[first:last] = buffers.hidden[first:last]
 
 
 @cached_njit(parallel=True, nogil=True)

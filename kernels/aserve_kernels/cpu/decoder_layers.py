@@ -36,6 +36,7 @@ from aserve_kernels.cpu.lora import add_to_wide
 from aserve_kernels.cpu.memory import array_at
 from aserve_kernels.cpu.paged_attention import attend_share
 from aserve_kernels.cpu.precompile import FASTMATH, NO_REFCOUNT
+from aserve_kernels.cpu.rank_sum import sum_over_ranks
 from aserve_kernels.cpu.team import Team, meet, share_of
 
 Records: TypeAlias = npt.NDArray[np.void]
@@ -54,7 +55,9 @@ FLOAT64_LIKE = np.empty(0, np.float64)  # for `array_at`, which takes its dtype
 # each row, the step that wrote it, and the published KV length (0 in modes that publish none),
 # [max_rows + 1] int64; the relay's drafts [max_rows + 1, max_drafts] int64, and their distributions
 # [max_rows + 1, probs_drafts, probs_vocab] float32 (0 where none are kept); the columns of seeds
-# (int64) and temperatures (float64) in the parameter tables. A softcap of 0 is none.
+# (int64) and temperatures (float64) in the parameter tables. A softcap of 0 is none. Without
+# embeddings the residual stream is given. `ranks` has the words of rank_sum.py, for layers whose
+# products are sums over ranks; sizes are those of this rank.
 #
 # Of draft models: `joined` is the size of the embeddings and of the hidden states that are joined
 # with them, 0 if none are. Then the weights of the norms of both parts and before the head; the
@@ -73,7 +76,7 @@ MODEL: Any = np.dtype(
         *[(name, np.int64) for name in ("seeds", "seed_columns")],
         *[(name, np.int64) for name in ("temperatures", "temperature_columns")],
         *[(name, np.int64) for name in ("joined", "is_hidden_first", "keeps_normed")],
-        *[(name, np.int64) for name in ("stores_kv", "is_causal")],
+        *[(name, np.int64) for name in ("stores_kv", "is_causal", "ranks")],
         *[(name, np.int64) for name in ("embedding_norm", "hidden_norm", "head_norm")],
         *[(name, np.int64) for name in ("projection", "projection_bias")],
         *[(name, np.int64) for name in ("next_hidden", "next_hidden_bias", "token_ids")],
@@ -175,7 +178,8 @@ def run_layers(
     """Writes the output of the layers, [tokens, hidden], and the captured residual streams. All
     workers have written when it returns.
 
-    ids [tokens]; hiddens [tokens, joined] of a model that reads hidden states, which has a team of
+    ids [tokens]; without embeddings, buffers.hidden has the residual stream that the layers begin
+    with; hiddens [tokens, joined] of a model that reads hidden states, which has a team of
     one; lens [rows], with these tokens; slots [tokens] of adapters, if there are any. Tokens of a
     row are its last ones, or, where the layers store nothing, have the row's last position.
     """
@@ -189,7 +193,9 @@ def run_layers(
     own_slots = slots[first:last]
     num_heads = heads.shape[1]
     inputs = x
-    if model.joined == 0:
+    if model.embeddings == 0:
+        _norm_rows(own_hidden, model, own)
+    elif model.joined == 0:
         _embed(ids[first:last], model, own_hidden, own)
     else:
         inputs = _join(ids, hiddens, model, hidden, x)
@@ -209,6 +215,7 @@ def run_layers(
         multiply_packed(flat, layer.out, layer.out_bias, added, worker, num_workers)
         meet(team)
         _add_lora(flat[first:last], own_slots, loras, 4 * index + 1, own_added)
+        sum_over_ranks(model.ranks, added.reshape(-1), team)
         _add_norm(
             model, own_added, layer.after_attention, layer.before_mlp, ONE, own_hidden, own
         )  # fmt: skip
@@ -223,6 +230,7 @@ def run_layers(
         multiply_packed(gated, layer.down, layer.down_bias, added, worker, num_workers)
         meet(team)
         _add_lora(gated[first:last], own_slots, loras, 4 * index + 3, own_added)
+        sum_over_ranks(model.ranks, added.reshape(-1), team)
         _add_norm(
             model, own_added, layer.after_mlp, layer.before_next, layer.out_scale, own_hidden, own
         )  # fmt: skip
@@ -240,6 +248,14 @@ def _embed(ids: Int64s, model: Any, hidden: Float32s, x: Floats) -> None:
         widen(table[ids[token]], hidden[token])
         for i in range(model.hidden):
             hidden[token, i] *= model.embedding_factor
+        _norm_into(hidden[token], model.first_norm, model.eps, scratch, x[token])
+
+
+@njit(nogil=True)
+def _norm_rows(hidden: Float32s, model: Any, x: Floats) -> None:
+    """Makes the first layer's input of the residual stream, [tokens, hidden]."""
+    scratch = np.empty(model.hidden, np.float32)
+    for token in range(hidden.shape[0]):
         _norm_into(hidden[token], model.first_norm, model.eps, scratch, x[token])
 
 

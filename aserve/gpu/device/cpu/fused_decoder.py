@@ -8,24 +8,30 @@ records, which hold addresses of weights, pools and tables, and sizes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from aserve.gpu.decode.base import OnPublish
 from aserve.gpu.device.cpu.model_records import (
     ModelRecords,
+    are_layers_covered,
     describe_loras,
-    is_covered,
+    has_tiled_head,
     num_workers_of,
+    ranks_of,
 )
 from aserve.gpu.device.cpu.team_choice import TeamChoice
 from aserve.gpu.device.fused_step import FusedWindows
 from aserve.gpu.kv.layer_groups import Mask
 from aserve.gpu.models.base import CausalModel, HiddenCapture
 from aserve.gpu.models.decoder import Decoder
+from aserve.gpu.parallel.stages import StagedDecoder
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.gpu.step.plan import StepPlan
 from aserve.gpu.step.resolve import DeviceState
@@ -42,16 +48,26 @@ from aserve_kernels.cpu.host_rows import Int64s, QueryRows
 from aserve_kernels.cpu.team import team_size
 from aserve_kernels.row_columns import INT_COLUMNS
 
+R = TypeVar("R")
+
 FEW_TOKENS = 256  # per row; above this, torch's attention within a prompt is faster
 
 
 class CompiledForward:
     """A `FusedDecoder`."""
 
-    __slots__ = ("_adapted", "_num_layers", "_plain", "_records", "_state", "_team")
+    __slots__ = (
+        *("_adapted", "_can_draw", "_num_layers", "_plain", "_ranks", "_records"),
+        *("_stage", "_state", "_team"),
+    )
 
-    def __init__(self, decoder: Decoder, state: DeviceState, *, num_workers: int = 1) -> None:
+    def __init__(
+        self, decoder: Decoder | StagedDecoder, state: DeviceState, *, num_workers: int = 1
+    ) -> None:
         self._state = state
+        self._ranks = ranks_of(decoder)
+        self._stage = decoder if isinstance(decoder, StagedDecoder) else None
+        self._can_draw = self._stage is None and has_tiled_head(decoder)
         self._team = TeamChoice(num_workers)
         self._num_layers = len(decoder.blocks)
         self._records = ModelRecords(decoder, state)
@@ -63,15 +79,28 @@ class CompiledForward:
         return bool(is_plain and batch.query_lens_cpu.max(initial=0) <= FEW_TOKENS)
 
     def run(self, batch: ForwardBatch) -> Tensor:
+        stage = self._stage
+        if stage is None:
+            return self._run(batch)
+        num_tokens = len(batch.input_ids)
+        if stage.is_first:
+            stream = torch.empty((num_tokens, stage.hidden_size), dtype=torch.float32)
+        else:
+            stream = stage.receive(num_tokens)
+        hidden = self._run(batch, stream)
+        if not stage.is_last:
+            stage.send(stream)
+        return hidden
+
+    def _run(self, batch: ForwardBatch, stream: Tensor | None = None) -> Tensor:
         rows, query_lens = batch.rows.numpy(), batch.query_lens_cpu.astype(np.int64)
         starts = batch.cu_query_lens.numpy()[:-1]
         own = QueryRows(rows, batch.lens.numpy(), starts, query_lens)
         slots = self._slots_of(rows, query_lens)
         tables = self._tables_for(slots, batch.capture)
         ids = batch.input_ids.numpy()
-        hidden, streams = self._team.run(
-            len(ids), lambda num: decoder_forward(ids, own, slots, tables, num_workers=num)
-        )
+        forward = partial(decoder_forward, ids, own, slots, tables, stream=stream)
+        hidden, streams = self._of_ranks(len(ids), lambda num: forward(num_workers=num))
         _fill(batch.capture, streams)
         return hidden
 
@@ -79,7 +108,8 @@ class CompiledForward:
         """Whether each sampled row needs at most noise: no filters, penalties, masks, logprobs or
         prompt results."""
         return (
-            plan.prompts is None
+            self._can_draw
+            and plan.prompts is None
             and not len(plan.held_rows)
             and plan.query_lens.max(initial=0) <= FEW_TOKENS
             and all(part.is_plain and not part.needs_filter for part in plan.logits.slices)
@@ -97,7 +127,7 @@ class CompiledForward:
         iteration = stamp_of(plan.iteration)
         tables = self._tables_for(slots, capture)
         work = partial(decoder_step, ids, own, slots, iteration, tables, is_block=is_block)
-        done = self._team.run(len(ids), lambda num: work(num_workers=num))
+        done = self._of_ranks(len(ids), lambda num: work(num_workers=num))
         _fill(capture, done.streams)
         num, width = len(plan.logits.rows), int(plan.logits.windows.max(initial=1))
         layout = Layout(num, width, len(plan.logits.tokens), 0, 0, num_prompt_words=0)
@@ -105,6 +135,16 @@ class CompiledForward:
         num_rejected = (1 + own.num_drafts - done.counts) * (done.counts > 0)
         lens = done.kv_lens + own.query_lens - num_rejected
         return FusedWindows(packed, done.counts, done.token_ids, done.kv_lens, lens, done.hidden)
+
+    def _of_ranks(self, num_tokens: int, work: Callable[[int], R]) -> R:
+        """Calls `work` with a number of threads. Raises RankLost if another rank was lost."""
+        ranks = self._ranks
+        if ranks is None:
+            return self._team.run(num_tokens, work)
+        ranks.begin()
+        result = self._team.run(num_tokens, work)
+        ranks.end()
+        return result
 
     def _slots_of(self, rows: Int64s, query_lens: Int64s) -> Int64s:
         """Returns the adapter slot of each token, [tokens]."""
@@ -140,9 +180,9 @@ def _rows_of(plan: StepPlan) -> StepRows:
 
 
 def make_compiled_forward(model: CausalModel, state: DeviceState) -> CompiledForward | None:
-    if not isinstance(model, Decoder) or state.pools.dtype != model.dtype:
+    if not isinstance(model, Decoder | StagedDecoder) or state.pools.dtype != model.dtype:
         return None
-    if not is_covered(model, masks=(Mask.CAUSAL,)):
+    if not are_layers_covered(model, masks=(Mask.CAUSAL,)):
         return None
     num_workers = team_size(num_workers_of(model))
     for num in {1, num_workers}:

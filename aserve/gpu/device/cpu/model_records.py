@@ -22,6 +22,9 @@ from aserve.gpu.lora.tables import LoraLinear
 from aserve.gpu.models.base import CausalModel
 from aserve.gpu.models.decoder import Attention, Block, Decoder
 from aserve.gpu.models.draft_decoder import DraftDecoder, JoinedInputs, ScaledSum
+from aserve.gpu.parallel.shared import SharedCollectives
+from aserve.gpu.parallel.source import SummedLinear
+from aserve.gpu.parallel.stages import StagedDecoder
 from aserve.gpu.step.future_map import LAST_TOKEN, SEQ_LEN, FutureMap
 from aserve.gpu.step.resolve import DRAFTS, DeviceState
 from aserve_kernels.cpu.decoder_layers import (
@@ -43,7 +46,7 @@ from aserve_kernels.row_columns import FLOAT_COLUMNS, INT_COLUMNS
 
 ACTIVATIONS: Mapping[str, int] = {"silu": SILU, "gelu": GELU, "gelu_pytorch_tanh": GELU_TANH}
 PLAIN_INPUTS = JoinedInputs()
-LayerStack: TypeAlias = Decoder | DraftDecoder
+LayerStack: TypeAlias = Decoder | StagedDecoder | DraftDecoder
 Values: TypeAlias = Mapping[str, float]
 
 
@@ -59,6 +62,8 @@ class Head:
 
 def head_of(model: CausalModel | DraftDecoder) -> Head | None:
     """Returns None if the logits are not those of a decoder's head."""
+    if isinstance(model, StagedDecoder):
+        model = model.decoder
     if isinstance(model, Decoder):
         spec = model.spec
         return Head(model.head, None, spec.logit_divisor, spec.logit_softcap or 0.0)
@@ -70,22 +75,40 @@ def head_of(model: CausalModel | DraftDecoder) -> Head | None:
     return own and Head(own.product, model.head_norm, own.divisor, own.softcap)
 
 
-def is_covered(model: CausalModel | DraftDecoder, *, masks: tuple[Mask, ...]) -> bool:
-    """Whether the kernels can run this model. `masks`: those that its attention may have."""
-    if not isinstance(model, Decoder | DraftDecoder):
-        return False
+def whole_of(model: LayerStack) -> Decoder | DraftDecoder:
+    """Returns the decoder that a stage has a part of."""
+    return model.decoder if isinstance(model, StagedDecoder) else model
+
+
+def has_tiled_head(model: CausalModel | DraftDecoder) -> bool:
+    """Whether the kernels can compute the logits."""
     head = head_of(model)
-    products: list[LinearOp | None] = [None if head is None else head.product]
+    return head is not None and isinstance(_plain(head.product), TiledLinear)
+
+
+def are_layers_covered(model: CausalModel | DraftDecoder, *, masks: tuple[Mask, ...]) -> bool:
+    """Whether the kernels can run the layers. `masks`: those that their attention may have."""
+    if not isinstance(model, LayerStack):
+        return False
+    products: list[LinearOp] = []
     if isinstance(model, DraftDecoder):
         inputs = model.inputs or PLAIN_INPUTS
         products += [p for p in (inputs.projection, model.next_hidden) if p is not None]
-    are_tiled = all(isinstance(_plain(product), TiledLinear) for product in products if product)
+    are_tiled = all(isinstance(_plain(product), TiledLinear) for product in products)
     layers = [block.mixer.layer for block in model.blocks]
     shapes = {layer and (layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
     is_uniform = len(shapes) == 1 and len({layer and layer.mask for layer in layers}) == 1
     has_masks = all(layer is not None and _has_mask(layer, masks) for layer in layers)
     are_covered = all(map(_is_block_covered, model.blocks))
-    return None not in products and are_tiled and is_uniform and has_masks and are_covered
+    return are_tiled and is_uniform and has_masks and are_covered
+
+
+def ranks_of(model: LayerStack) -> SharedCollectives | None:
+    """Returns the ranks among which the layers are divided."""
+    for product in _products(model.blocks[0]):
+        if isinstance(product, SummedLinear) and isinstance(product.ranks, SharedCollectives):
+            return product.ranks
+    return None
 
 
 def num_workers_of(model: LayerStack) -> int:
@@ -118,39 +141,48 @@ class ModelRecords:
         self._kept: list[Tensor] = []
         layers = np.zeros(len(model.blocks), LAYER)
         for index, block in enumerate(model.blocks):
-            values = self._layer(block, model.rotaries[block.rotary].table)
+            values = self._layer(block, whole_of(model).rotaries[block.rotary].table)
             _record(layers[index : index + 1], values)
-        values = {**self._model(model), **self._draft_inputs(model), **_step_tables(state)}
+        ranks = ranks_of(model)
+        values = {
+            **self._model(model),
+            **self._draft_inputs(model),
+            **_step_tables(state),
+            "ranks": 0 if ranks is None else ranks.address,
+        }
         record = _record(np.zeros(1, MODEL), values)
         self.tables = Tables(record, layers, model.dtype, NO_LORAS, NO_LAYERS)
 
     def _model(self, model: LayerStack) -> Values:
-        config = model.spec.config if isinstance(model, Decoder) else model.config
-        head, layer, table = head_of(model), model.blocks[0].mixer.layer, model.rotaries[0].table
-        assert head is not None
+        whole = whole_of(model)
+        spec = whole.spec if isinstance(whole, Decoder) else None
+        config = whole.config if isinstance(whole, DraftDecoder) else whole.spec.config
+        head = head_of(model) if has_tiled_head(model) else None
+        layer, table = model.blocks[0].mixer.layer, whole.rotaries[0].table
+        begins = not isinstance(model, StagedDecoder) or model.is_first
         assert layer is not None
         return {
             "hidden": config.hidden_size,
             "inner": config.intermediate_size,
-            "vocab": len(_tiled(head.product).bias),
-            "num_embeddings": len(model.embeddings),
+            "vocab": 0 if head is None else len(_tiled(head.product).bias),
+            "num_embeddings": len(whole.embeddings),
             "max_len": table.shape[0],
             "heads": layer.num_heads,
             "kv_heads": layer.num_kv_heads,
             "head_dim": layer.head_dim,
             "rotary_dim": table.shape[1],
             "activation": ACTIVATIONS[config.activation],
-            "embeddings": model.embeddings.data_ptr(),
+            "embeddings": whole.embeddings.data_ptr() if begins else 0,
             "first_norm": self._norm(model.first_norm),
-            **_product("head", head.product),
-            "head_norm": 0 if head.norm is None else self._norm(head.norm),
+            **_product("head", None if head is None else head.product),
+            "head_norm": 0 if head is None or head.norm is None else self._norm(head.norm),
             "stores_kv": layer.num_stored_heads > 0,
             "is_causal": layer.mask is Mask.CAUSAL,
             "eps": config.rms_norm_eps,
-            "residual_scale": model.spec.residual_scale if isinstance(model, Decoder) else 1.0,
-            "embedding_factor": model.embedding_factor,
-            "logit_divisor": head.divisor,
-            "logit_softcap": head.softcap,
+            "residual_scale": 1.0 if spec is None else spec.residual_scale,
+            "embedding_factor": whole.embedding_factor,
+            "logit_divisor": 1.0 if head is None else head.divisor,
+            "logit_softcap": 0.0 if head is None else head.softcap,
         }
 
     def _draft_inputs(self, model: LayerStack) -> Values:
@@ -159,7 +191,7 @@ class ModelRecords:
         inputs = joined or PLAIN_INPUTS
         token_ids = None if own is None else own.token_ids
         return {
-            "joined": 0 if joined is None else model.embeddings.shape[1],
+            "joined": 0 if own is None or joined is None else own.embeddings.shape[1],
             "is_hidden_first": inputs.is_hidden_first,
             "keeps_normed": inputs.keeps_normed,
             "embedding_norm": self._norm(inputs.embedding_norm),
@@ -241,12 +273,12 @@ def _probs(relay: FutureMap) -> Values:
     return {"draft_probs": table.data_ptr(), "probs_drafts": num_drafts, "probs_vocab": vocab}
 
 
-def describe_loras(decoder: Decoder) -> Records:
+def describe_loras(decoder: Decoder | StagedDecoder) -> Records:
     """Returns the records of all layers' adapters, in the order of LORA_LAYERS."""
     stacks = [
         product.stack
         for block in decoder.blocks
-        for product in _products(block)
+        for product in map(_own_part, _products(block))
         if isinstance(product, LoraLinear)
     ]
     records = np.zeros(len(stacks), LORA)
@@ -274,8 +306,16 @@ def _products(block: Block) -> tuple[LinearOp, LinearOp, LinearOp, LinearOp]:
 
 
 def _plain(product: LinearOp) -> LinearOp:
-    """Returns the layer without its adapters."""
+    """Returns this rank's part of the layer, without its adapters."""
+    product = _own_part(product)
     return product.base if isinstance(product, LoraLinear) else product
+
+
+def _own_part(product: LinearOp) -> LinearOp:
+    """Returns this rank's part of a sum that the kernels can form; its bias is added to the sum."""
+    if not isinstance(product, SummedLinear) or product.bias is not None:
+        return product
+    return product.part if isinstance(product.ranks, SharedCollectives) else product
 
 
 def _tiled(product: LinearOp) -> TiledLinear:
