@@ -30,6 +30,7 @@ from aserve.messages.transfers import (
     ReceiveKv,
     SaveKv,
     SendKv,
+    StreamKv,
 )
 from aserve.observability.recording import Recorder
 from aserve.scheduling.check import describe
@@ -244,7 +245,7 @@ class TraceRun:
                 self.asks.append(effect)
             case ReceiveKv() | LoadKv():
                 self.transfers.append(effect)
-            case SendKv():
+            case SendKv() | StreamKv():
                 raise AssertionError("nobody asked for KV")
             case StepOutput():
                 for output in effect.sequences:

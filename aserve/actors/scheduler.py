@@ -25,7 +25,7 @@ from aserve.messages.output import Amended, DetokenizerEvent, Refused, Retired, 
 from aserve.messages.requests import AdmitRequest, Cancel
 from aserve.messages.results import BuildMask
 from aserve.messages.step import Launch, Resync, Sample
-from aserve.messages.transfers import KvEffect, LoadKv, ReceiveKv, SaveKv, SendKv
+from aserve.messages.transfers import KvEffect, LoadKv, ReceiveKv, SaveKv, SendKv, StreamKv
 from aserve.observability.recording import Recorder
 from aserve.observability.reports import Admitted, SchedulerObserver, SchedulerTick
 from aserve.observability.trace import Trace
@@ -33,7 +33,8 @@ from aserve.scheduling.admit import consider, receive
 from aserve.scheduling.scheduler import Scheduler
 from aserve.scheduling.tick import Arrivals
 
-PeerEvent: TypeAlias = ReceiveKv | SendKv | Retired | Refused  # for transfers between engines
+# for transfers between engines
+PeerEvent: TypeAlias = ReceiveKv | SendKv | StreamKv | Retired | Refused
 KvEvent: TypeAlias = KvEffect | Retired | Refused
 
 
@@ -174,7 +175,7 @@ class SchedulerActor(Actor[SchedulerEvent]):
                 ports.text.send(effect)
             case Retired() | Refused():
                 self._tell_end(self._timers.forecast.explained(effect))
-            case ReceiveKv() | SendKv() | LoadKv() | SaveKv():
+            case ReceiveKv() | SendKv() | StreamKv() | LoadKv() | SaveKv():
                 if ports.kv is None:
                     raise BugError(f"nothing here transfers KV: {effect}")
                 ports.kv.send(effect)

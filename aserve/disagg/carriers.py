@@ -47,10 +47,14 @@ class Outlet:
         self._arena = arena
         self._untaken: list[int] = []
 
-    def send(self, first: int, num_tokens: int, values: memoryview) -> None:
+    def send(self, tokens: range, layers: range, values: memoryview) -> None:
         """The bytes follow also if no slot is free, or none is large enough."""
         offset = self._slot(len(values))
-        block = Block(first, num_tokens, len(values), zlib.crc32(values), offset)
+        block = Block(
+            *(tokens.start, len(tokens), len(values), layers.start, len(layers)),
+            checksum=zlib.crc32(values),
+            offset=offset,
+        )
         if offset is None or self._arena is None:
             self._connection.send_values(block, values)
             return

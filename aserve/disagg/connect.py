@@ -22,7 +22,7 @@ from aserve.errors import ConfigError
 from aserve.host.hub import resolve_model_dir
 from aserve.messages.executor import EngineSpec, SchedulerEvent
 from aserve.messages.output import DetokenizerEvent
-from aserve.messages.transfers import KvAccess
+from aserve.messages.transfers import LayeredKvAccess
 from aserve.observability.reports import KvTransferred
 
 SAMPLE_BYTES = 64 << 10  # read at the head, in the middle and at the end of each file
@@ -36,7 +36,7 @@ class HasKv(Protocol):
 
     spec: EngineSpec
 
-    def kv_access(self) -> KvAccess: ...
+    def kv_access(self) -> LayeredKvAccess: ...
 
 
 @dataclass(frozen=True, slots=True)

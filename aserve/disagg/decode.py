@@ -15,6 +15,7 @@ import msgspec
 from aserve.actors.base import Actor
 from aserve.channel import Sink
 from aserve.disagg.carriers import Inlet, Inlets, receive_values
+from aserve.disagg.spans import ReceivedSpans
 from aserve.disagg.wire import (
     VERSION,
     Block,
@@ -33,7 +34,14 @@ from aserve.host.threads import in_thread
 from aserve.messages.executor import SchedulerEvent
 from aserve.messages.output import Refused, Retired
 from aserve.messages.requests import AdmitRequest
-from aserve.messages.transfers import KvAccess, KvFailed, KvReady, ReceiveKv, SendKv
+from aserve.messages.transfers import (
+    KvFailed,
+    KvReady,
+    LayeredKvAccess,
+    ReceiveKv,
+    SendKv,
+    StreamKv,
+)
 from aserve.observability.reports import KvTransferred
 
 COOL_S = 5.0  # a prefill engine that broke a transfer off is left alone for this long
@@ -81,19 +89,15 @@ class _Peer:
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """`done` tokens have their KV, or have it on the way to the device in `writes`."""
+    """What has come is on the device, or on the way to it in `writes`."""
 
     asked: ReceiveKv
-    done: int
+    spans: ReceivedSpans
     connection: Connection | None = None
     inlet: Inlet | None = None  # of the last prefill engine that made an offer
     is_cancelled: bool = False
     num_bytes: int = 0
     writes: deque[Future[None]] = field(default_factory=deque)
-
-    @property
-    def stop(self) -> int:
-        return self.asked.num_tokens - 1
 
     def settle(self, *, most: int = 0) -> None:
         """Waits until at most so many writes are under way."""
@@ -111,7 +115,7 @@ class KvReceiver(Actor[None]):
 
     def __init__(
         self,
-        access: KvAccess,
+        access: LayeredKvAccess,
         events: Sink[SchedulerEvent],
         addresses: Sequence[tuple[str, int]],
         *,
@@ -138,9 +142,10 @@ class KvReceiver(Actor[None]):
         self._inlets.close()
         await super().stop()
 
-    def send(self, effect: ReceiveKv | SendKv | Retired | Refused) -> None:
+    def send(self, effect: ReceiveKv | SendKv | StreamKv | Retired | Refused) -> None:
         if isinstance(effect, ReceiveKv):
-            transfer = _Transfer(effect, done=effect.first)
+            stop, layer_bytes = effect.num_tokens - 1, self._access.layer_bytes
+            transfer = _Transfer(effect, ReceivedSpans(effect.first, stop, layer_bytes))
             self._transfers[effect.request_id, effect.child] = transfer
             self.spawn(self._receive(transfer))
         elif isinstance(effect, Retired):
@@ -193,19 +198,20 @@ class KvReceiver(Actor[None]):
         return reason
 
     def _talk(self, transfer: _Transfer, peer: _Peer) -> None:
-        asked = transfer.asked
+        asked, spans = transfer.asked, transfer.spans
+        spans.restart()
         connection = transfer.connection = connect(*peer.address)
         connection.send(
             Fetch(
                 VERSION,
                 *(self._key, self._model, self._access.geometry),
-                first=transfer.done,
+                first=spans.done,
                 token_ids=asked.token_ids,
                 namespace=asked.namespace,
             )
         )
         inlet = transfer.inlet = self._agree(connection)
-        while transfer.done < transfer.stop:
+        while not spans.is_whole:
             match connection.receive():
                 case Block() as block:
                     self._take(transfer, connection, inlet, block)
@@ -231,19 +237,15 @@ class KvReceiver(Actor[None]):
     def _take(
         self, transfer: _Transfer, connection: Connection, inlet: Inlet, block: Block
     ) -> None:
-        stop = block.first + block.num_tokens
-        size = block.num_tokens * self._access.bytes_per_token
-        is_next = block.first == transfer.done < stop <= transfer.stop
-        if not is_next or block.num_bytes != size:
-            raise TransferError(
-                f"a block of tokens {block.first} to {stop} with {block.num_bytes} bytes, not the "
-                f"next of {transfer.done} to {transfer.stop} with {size}"
-            )
+        asked, first = transfer.asked, block.first
+        transfer.spans.check(block)
         values = receive_values(connection, inlet, block)
-        ids = transfer.asked.token_ids[4 * block.first : 4 * stop]
+        ids = asked.token_ids[4 * first : 4 * (first + block.num_tokens)]
+        layers = range(block.from_layer, block.from_layer + block.num_layers)
         transfer.settle(most=MAX_WRITES - 1)
-        transfer.writes.append(self._access.write(transfer.asked.pages, block.first, ids, values))
-        transfer.done, transfer.num_bytes = stop, transfer.num_bytes + block.num_bytes
+        transfer.writes.append(self._access.write(asked.pages, first, ids, values, layers))
+        transfer.spans.note(block)
+        transfer.num_bytes += block.num_bytes
 
 
 def _wait_for(writes: deque[Future[None]]) -> None:

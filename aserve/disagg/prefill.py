@@ -4,8 +4,9 @@
 #
 # A connection has one thread, which blocks on the socket. It reads the Fetch, hands a `_Transfer`
 # to the event loop, and then sends what comes out of the transfer's queue. The loop admits a
-# request for the prompt (max_tokens 0, so that nothing is sampled). For each SendKv of the
-# scheduler it asks the device for the new KV, at once: the read is then ordered before the next
+# request for the prompt (max_tokens 0, so that nothing is sampled). For each StreamKv of the
+# scheduler it asks the device for the layers of the next step as they are computed, and for each
+# SendKv for what is left of the tokens that are, at once: the read is then ordered before the next
 # launch, and only later launches can write the pages. So no page need be held for a peer that reads
 # slowly. What is read waits on the host; MAX_TRANSFERS bounds that. From there it is sent over the
 # connection, or laid out in memory that the peer reads (carriers.py).
@@ -28,6 +29,7 @@ from dataclasses import dataclass, field
 from aserve.actors.base import Actor
 from aserve.channel import Sink
 from aserve.disagg.carriers import Outlet, Outlets
+from aserve.disagg.spans import SentSpans, Span
 from aserve.disagg.wire import (
     VERSION,
     WAITING_S,
@@ -43,7 +45,7 @@ from aserve.messages.base import array_i32
 from aserve.messages.executor import SchedulerEvent
 from aserve.messages.output import DetokenizerEvent, Refused, Retired
 from aserve.messages.requests import AdmitRequest, Cancel, SamplingParams
-from aserve.messages.transfers import HostKv, KvAccess, ReceiveKv, SendKv
+from aserve.messages.transfers import HostKv, LayeredKvAccess, ReceiveKv, SendKv, StreamKv
 from aserve.observability.reports import KvTransferred
 
 MAX_TRANSFERS = 256  # connections at a time
@@ -78,9 +80,9 @@ class Peers:
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    first: int
-    num_tokens: int
-    values: Future[HostKv]
+    tokens: range
+    layers: range
+    values: HostKv
 
 
 @dataclass(slots=True, eq=False)
@@ -88,8 +90,7 @@ class _Transfer:
     """`parts` gives the KV in order, and then None, or the reason why no more comes."""
 
     request_id: str
-    num_tokens: int
-    sent_len: int  # tokens that the peer has, or whose KV is in `parts`
+    spans: SentSpans
     num_bytes: int = 0  # on their way or there
     carrier: str = "none"
     parts: queue.SimpleQueue[_Part | str | None] = field(default_factory=queue.SimpleQueue)
@@ -100,7 +101,7 @@ class KvSender(Actor[None]):
 
     def __init__(
         self,
-        access: KvAccess,
+        access: LayeredKvAccess,
         events: Sink[SchedulerEvent],
         peers: Peers,
         sock: socket.socket,
@@ -113,6 +114,7 @@ class KvSender(Actor[None]):
         self._outlets = outlets
         self._access = access
         self._part_len = max(1, PART_BYTES // access.bytes_per_token)
+        self._span_len = max(1, PART_BYTES // max(access.layer_bytes))
         self._events = events
         self._peers = peers
         self._report = report
@@ -143,23 +145,39 @@ class KvSender(Actor[None]):
     def owns(self, request_id: str) -> bool:
         return request_id in self._transfers
 
-    def send(self, effect: ReceiveKv | SendKv | Retired | Refused) -> None:
+    def send(self, effect: ReceiveKv | SendKv | StreamKv | Retired | Refused) -> None:
         transfer = self._transfers.get(effect.request_id)
         if transfer is None or isinstance(effect, ReceiveKv):
             return
         if isinstance(effect, SendKv):
-            stop = min(effect.num_tokens, transfer.num_tokens)
-            for first in range(transfer.sent_len, stop, self._part_len):
-                until = min(first + self._part_len, stop)
-                values = self._access.read(effect.pages, first, until)
-                transfer.parts.put(_Part(first, until - first, values))
-                transfer.sent_len = until
+            self._read(transfer, effect.pages, effect.num_tokens)
+            return
+        if isinstance(effect, StreamKv):
+            if transfer.spans.restart(effect.first):
+                self._read(transfer, effect.pages, effect.first)  # of a prefix hit
+            for span in transfer.spans.stream(effect.first, effect.stop, span_len=self._span_len):
+                self._stream(transfer, effect, span)
             return
         del self._transfers[effect.request_id]
         error: ErrorInfo | None = effect.error
-        is_whole = transfer.sent_len == transfer.num_tokens
         reason = error.message if error else "the prompt was not computed to its end"
-        transfer.parts.put(None if is_whole else reason)
+        transfer.parts.put(None if transfer.spans.is_whole else reason)
+
+    def _read(self, transfer: _Transfer, pages: tuple[bytes, ...], num_tokens: int) -> None:
+        num_layers = len(self._access.layer_bytes)
+        for span in transfer.spans.commit(num_tokens):
+            tokens, layers = span.tokens, range(span.num_layers, num_layers)
+            values = self._access.read(pages, tokens.start, tokens.stop, layers.start)
+            transfer.parts.put(_Part(tokens, layers, functools.partial(_result, values)))
+
+    def _stream(self, transfer: _Transfer, effect: StreamKv, span: Span) -> None:
+        def on_layer(layer: int, values: HostKv) -> None:
+            """Called on the executor's thread, before the result of the step is there."""
+            if layer == span.num_layers:
+                span.num_layers += 1
+                transfer.parts.put(_Part(span.tokens, range(layer, layer + 1), values))
+
+        self._access.stream(effect.iteration, effect.pages, span.tokens, on_layer)
 
     async def _serve(self, connection: Connection) -> None:
         loop, began_s, outcome = asyncio.get_running_loop(), time.monotonic(), "ok"
@@ -168,7 +186,8 @@ class KvSender(Actor[None]):
         def begin(fetch: Fetch) -> _Transfer:
             """Called on the connection's thread."""
             num_tokens = len(array_i32(fetch.token_ids)) - 1
-            transfer = _Transfer(f"kv-{uuid.uuid4().hex}", num_tokens, fetch.first)
+            spans = SentSpans(fetch.first, num_tokens, part_len=self._part_len)
+            transfer = _Transfer(f"kv-{uuid.uuid4().hex}", spans)
             transfers.append(transfer)
             loop.call_soon_threadsafe(self._admit, transfer, fetch)
             return transfer
@@ -176,7 +195,7 @@ class KvSender(Actor[None]):
         work = functools.partial(self._talk, connection, begin)
         try:
             await in_thread(work, name="kv-sender")
-        except (OSError, TransferError) as error:
+        except (OSError, TransferError, RuntimeError) as error:
             logger.info("a transfer of KV ended early: %s", error)
             outcome = "failed"
         finally:
@@ -244,9 +263,13 @@ def _send_parts(connection: Connection, transfer: _Transfer, outlet: Outlet) -> 
         if isinstance(part, str):
             connection.send(Failed(part))
             return
-        values = part.values.result()()
-        outlet.send(part.first, part.num_tokens, values)
+        values = part.values()
+        outlet.send(part.tokens, part.layers, values)
         transfer.num_bytes += len(values)
+
+
+def _result(values: Future[HostKv]) -> memoryview:
+    return values.result()()
 
 
 def listen(host: str, port: int) -> socket.socket:

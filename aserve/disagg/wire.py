@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-VERSION = 2
+VERSION = 3
 CONNECT_S = 5.0
 IDLE_S = 10.0
 WAITING_S = 1.0  # between two signs of life
@@ -84,13 +84,17 @@ class Choice(msgspec.Struct, frozen=True, tag=True):
 
 
 class Block(msgspec.Struct, frozen=True, tag=True):
-    """The KV of `num_tokens` tokens from `first` on. Its bytes follow, or lie at `offset` of the
-    memory that was offered.
+    """The KV of `num_tokens` tokens from `first` on, of the layers from `from_layer` on, of which
+    there are `num_layers`. Tokens whose layers come in several blocks count with the last layer. A
+    block that begins with layer 0 of tokens whose last layer has not come begins them anew. Its
+    bytes follow, or lie at `offset` of the memory that was offered.
     """
 
     first: int
     num_tokens: int
     num_bytes: int
+    from_layer: int
+    num_layers: int
     checksum: int
     offset: int | None = None
 

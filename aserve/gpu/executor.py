@@ -184,6 +184,7 @@ class TorchExecutor:
     def _step(self, batch: ScheduleBatch, ticket: StepTicket) -> None:
         start_s = time.perf_counter()
         self._row_params.write(batch.row_inits)
+        self._runner.state.kv_streams.begin(batch.iteration)
         vocab_size, slice_len = self.spec.vocab_size, self._slice_len
         plan = plan_step(batch, self._row_params, vocab_size=vocab_size, slice_len=slice_len)
         if self._published is not None and not plan.is_exact:

@@ -187,7 +187,7 @@ class ModelRunner:
             return fused_step.run(batch)
         attention = self._parts.attention
         plan = attention.plan(batch) if batch.needs_attention_plan() else batch.plan
-        attend = attention.bind(batch, plan)
+        attend = self.state.kv_streams.watched(attention.bind(batch, plan), len(batch.input_ids))
         if self.pictures is not None and batch.features is not None:
             return self.pictures.forward(batch, attend)
         ids = id_windows(batch, self.state.pools, id_window_of(self.model))

@@ -41,6 +41,19 @@ class SendKv(Message, frozen=True):
     pages: tuple[bytes, ...]  # as in ReceiveKv
 
 
+class StreamKv(Message, frozen=True):
+    """Says, right before the Launch, that a step computes the KV of a sequence's tokens `first` to
+    `stop` - 1, which another engine wants. It may be read while the step runs. Whether it counts is
+    known when SendKv comes.
+    """
+
+    request_id: str
+    iteration: int
+    first: int
+    stop: int
+    pages: tuple[bytes, ...]  # as in ReceiveKv
+
+
 class KvReady(Message, frozen=True):
     """Answers ReceiveKv: the KV is in the sequence's pages. `token_ids` is the token that was
     sampled behind it. It may be empty, and then the last token is computed here.
@@ -104,11 +117,12 @@ class TiersChanged(Message, frozen=True):
     removed: bytes = b""
 
 
-KvEffect: TypeAlias = ReceiveKv | SendKv | SaveKv | LoadKv
+KvEffect: TypeAlias = ReceiveKv | SendKv | StreamKv | SaveKv | LoadKv
 KvAnswer: TypeAlias = KvReady | KvFailed | KvLoaded | TiersChanged
 
 # Returns the bytes [num_tokens * bytes_per_token] once the device has copied them.
 HostKv: TypeAlias = Callable[[], memoryview]
+OnLayer: TypeAlias = Callable[[int, HostKv], None]
 
 
 class KvAccess(Protocol):
@@ -133,4 +147,34 @@ class KvAccess(Protocol):
     ) -> Future[None]:
         """Writes the KV and the ids, int32, of tokens from `first` on. `values` are the bytes that
         `read` gave.
+        """
+
+
+class LayeredKvAccess(KvAccess, Protocol):
+    """KV that can also be read and written layer by layer, and while a step computes it."""
+
+    layer_bytes: tuple[int, ...]  # of a token, for each layer in the order of `read`
+
+    def read(
+        self, pages: tuple[bytes, ...], first: int, stop: int, from_layer: int = 0
+    ) -> Future[HostKv]:
+        """Leaves out the layers before `from_layer`."""
+
+    def write(
+        self,
+        pages: tuple[bytes, ...],
+        first: int,
+        token_ids: bytes,
+        values: memoryview,
+        layers: range | None = None,
+    ) -> Future[None]:
+        """`values` are those of these layers, or of all."""
+
+    def stream(
+        self, iteration: int, pages: tuple[bytes, ...], tokens: range, on_layer: OnLayer
+    ) -> None:
+        """Asks for the KV of tokens that step `iteration`, which is launched next, computes:
+        `on_layer` is called for a layer when the step has stored its KV, on the executor's thread.
+        It is never called for the last layer, and not at all if the step does not run layer by
+        layer.
         """

@@ -4,7 +4,7 @@ their prompts, whole pages enter the prefix tree, and pages behind a window are 
 
 from __future__ import annotations
 
-from aserve.messages.transfers import SendKv
+from aserve.messages.transfers import SendKv, StreamKv
 from aserve.scheduling.flights import Step, land
 from aserve.scheduling.followers import lead, wake
 from aserve.scheduling.request import Sequence
@@ -49,6 +49,19 @@ def _send_kv(state: SchedulerState, sequences: list[Sequence]) -> None:
         if sequence.sends_kv and sequence.allocation is not None:
             pages = sequence.allocation.packed()
             state.effects.append(SendKv(sequence.request_id, sequence.committed_len, pages))
+
+
+def stream_kv(state: SchedulerState, step: Step) -> None:
+    """Announces the KV that a step will compute for other engines, before it is in flight."""
+    if not state.has_senders:
+        return
+    starts = state.table.scheduled_len[step.rows].tolist()
+    for sequence, first, num in zip(step.sequences, starts, step.query_lens.tolist(), strict=True):
+        if sequence.sends_kv and sequence.allocation is not None:
+            pages = sequence.allocation.packed()
+            state.effects.append(
+                StreamKv(sequence.request_id, step.iteration, first, first + num, pages)
+            )
 
 
 def _charge_prompt(sequence: Sequence, num_computed: int) -> None:

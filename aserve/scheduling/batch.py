@@ -13,6 +13,7 @@ from aserve.cache.allocation import num_shared_pages
 from aserve.messages.base import pack_i32
 from aserve.messages.requests import stamp_of
 from aserve.messages.step import Launch, ScheduleBatch, StepStats, VerifyPlan
+from aserve.scheduling.advance import stream_kv
 from aserve.scheduling.flights import Step, plan_step, send
 from aserve.scheduling.forecast import relax
 from aserve.scheduling.grammar_rows import ask_mask
@@ -41,6 +42,7 @@ def launch(
     ]
     batches = (msgspec.structs.replace(first, stats=stats), *others)
     state.steps[iteration] = step
+    stream_kv(state, step)
     send(table, step, stamp=stamp_of(iteration))
     for index in is_held.nonzero()[0].tolist():
         sequences[index].is_blocked = True
@@ -54,7 +56,7 @@ def _build(state: SchedulerState, step: Step, *, skips_drafter: bool) -> Schedul
     is_held = step.samples & (table.has_mask[rows] > 0)
     is_grown = table.written_pages[rows] != table.num_pages[rows]
     grown = [step.sequences[index] for index in is_grown.nonzero()[0].tolist()]
-    has_drafts = step.num_drafts.any()
+    verify = VerifyPlan(pack_i32(step.num_drafts), state.spec.decode.tree)
     return ScheduleBatch(
         iteration=step.iteration,
         rows=pack_i32(rows),
@@ -68,9 +70,7 @@ def _build(state: SchedulerState, step: Step, *, skips_drafter: bool) -> Schedul
         held_rows=pack_i32(rows[is_held]),
         page_writes=tuple(page_writes(grown, group) for group in range(len(state.spec.groups))),
         row_inits=row_inits(grown),
-        verify=VerifyPlan(pack_i32(step.num_drafts), state.spec.decode.tree)
-        if has_drafts
-        else None,
+        verify=verify if step.num_drafts.any() else None,
         shared_pages=_shared_pages(step.sequences) if state.spec.names_shared_pages else 0,
         skips_drafter=skips_drafter,
     )

@@ -53,7 +53,7 @@ def sending(*sizes: int, arena: Arena | None) -> Iterator[Connection]:
     def send() -> None:
         with contextlib.closing(Outlet(here, arena)) as outlet:
             for size in sizes:
-                outlet.send(0, 1, memoryview(KV[:size]))
+                outlet.send(range(1), range(1), memoryview(KV[:size]))
             outlet.end()
 
     left, right = socket.socketpair()

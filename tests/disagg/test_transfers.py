@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from aserve.config import Facts, Raw, resolve
@@ -30,12 +31,21 @@ from aserve.messages.base import array_i32, pack_i32
 from aserve.messages.executor import DecodeCaps, EngineSpec, SchedulerEvent
 from aserve.messages.output import DetokenizerEvent, Refused, Retired
 from aserve.messages.requests import AdmitRequest, Cancel
-from aserve.messages.transfers import HostKv, KvFailed, KvReady, ReceiveKv, SendKv
+from aserve.messages.transfers import (
+    HostKv,
+    KvFailed,
+    KvReady,
+    OnLayer,
+    ReceiveKv,
+    SendKv,
+    StreamKv,
+)
 from aserve.observability.reports import KvTransferred
 from aserve.tiny import MODEL_DIR
 from tests.fakes.executor import SPEC, FakeExecutor
 
-SIZE = 4  # bytes of a token's KV: its id, for the toy device
+LAYERS = 2
+SIZE = 4 * LAYERS  # bytes of a token's KV: its id in each layer, for the toy device
 PROMPT = list(range(100, 111))  # the KV of all but the last one travels
 WHOLE = dict(enumerate(PROMPT[:-1]))
 TOO_LONG = StepError("too long for this engine").info()
@@ -44,31 +54,65 @@ PAGES = (pack_i32([7]),)
 
 @dataclass(slots=True)
 class ToyAccess:
-    """The KV of a token is its id. `tokens` is what was written, by position."""
+    """The KV of a token is its id. `layers` have what was written, by position."""
 
     geometry: str = "toy"
     bytes_per_token: int = SIZE
-    pool_shapes: tuple[tuple[int, int], ...] = ((1, SIZE),)
+    layer_bytes: tuple[int, ...] = (4,) * LAYERS
+    pool_shapes: tuple[tuple[int, int], ...] = ((1, 4),) * LAYERS
     prompt: list[int] = field(default_factory=lambda: PROMPT)
-    tokens: dict[int, int] = field(default_factory=dict)
+    layers: tuple[dict[int, int], ...] = field(default_factory=lambda: ({}, {}))
     num_reads: int = 0
+    streams: list[tuple[range, OnLayer]] = field(default_factory=list)
+    is_ahead: threading.Event = field(default_factory=threading.Event)  # the first layer is whole
 
-    def read(self, pages: tuple[bytes, ...], first: int, stop: int) -> Future[HostKv]:
+    @property
+    def tokens(self) -> dict[int, int]:
+        """Those that have all layers."""
+        first, last = self.layers
+        return dict(first.items() & last.items())
+
+    def read(
+        self, pages: tuple[bytes, ...], first: int, stop: int, from_layer: int = 0
+    ) -> Future[HostKv]:
         assert pages == PAGES
         self.num_reads += 1
         done: Future[HostKv] = Future()
-        done.set_result(lambda: memoryview(pack_i32(self.prompt[first:stop])))
+        values = pack_i32(self.prompt[first:stop]) * (LAYERS - from_layer)
+        done.set_result(lambda: memoryview(values))
         return done
 
     def write(
-        self, pages: tuple[bytes, ...], first: int, token_ids: bytes, values: memoryview
+        self,
+        pages: tuple[bytes, ...],
+        first: int,
+        token_ids: bytes,
+        values: memoryview,
+        layers: range | None = None,
     ) -> Future[None]:
         assert pages == PAGES
-        assert values == token_ids
-        self.tokens |= dict(enumerate(array_i32(bytes(values)).tolist(), first))
+        assert layers is not None
+        for layer, part in zip(
+            layers, np.split(array_i32(bytes(values)), len(layers)), strict=True
+        ):
+            self.layers[layer].update(enumerate(part.tolist(), first))
+        if len(self.prompt) - 2 in self.layers[0]:
+            self.is_ahead.set()
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def stream(
+        self, iteration: int, pages: tuple[bytes, ...], tokens: range, on_layer: OnLayer
+    ) -> None:
+        assert pages == PAGES
+        self.streams.append((tokens, on_layer))
+
+    def compute_first_layer(self, *, spoils: bool = False) -> None:
+        """What the step does that the last StreamKv announced. `spoils`: its values are wrong."""
+        tokens, on_layer = self.streams[-1]
+        ids = [7 if spoils else token for token in self.prompt[tokens.start : tokens.stop]]
+        on_layer(0, lambda: memoryview(pack_i32(ids)))
 
 
 class Events:
@@ -208,12 +252,12 @@ def peer(script: Script) -> Iterator[tuple[str, int]]:
 
 
 def block(connection: Connection, first: int, stop: int) -> None:
-    values = memoryview(pack_i32(PROMPT[first:stop]))
-    Outlet(connection, None).send(first, stop - first, values)
+    values = memoryview(pack_i32(PROMPT[first:stop]) * LAYERS)
+    Outlet(connection, None).send(range(first, stop), range(LAYERS), values)
 
 
 def wrong_checksum(connection: Connection) -> None:
-    connection.send_values(Block(0, 1, SIZE, checksum=1), memoryview(bytes(SIZE)))
+    connection.send_values(Block(0, 1, SIZE, 0, LAYERS, checksum=1), memoryview(bytes(SIZE)))
 
 
 def silence(connection: Connection) -> None:
@@ -226,17 +270,29 @@ BAD_PEERS: dict[str, tuple[Script, str]] = {
     "closes": (lambda _: None, "closed the connection"),
     "closes after a block": (lambda c: block(c, 0, 4), "closed the connection"),
     "another checksum": (wrong_checksum, "checksum of a block is"),
-    "a block that is not the next": (lambda c: block(c, 1, 4), "tokens 1 to 4 with 12 bytes, not"),
-    "more tokens than asked for": (lambda c: block(c, 0, 11), "tokens 0 to 11 with 44 bytes, not"),
-    "an empty block": (lambda c: block(c, 0, 0), "tokens 0 to 0 with 0 bytes, not"),
-    "bytes of another size": (lambda c: c.send(Block(0, 1, 8, 0)), "with 8 bytes, not"),
+    "a block that is not the next": (
+        lambda c: block(c, 1, 4),
+        "tokens 1 to 4, layers 0 to 2, with 24 bytes, not",
+    ),
+    "more tokens than asked for": (
+        lambda c: block(c, 0, 11),
+        "tokens 0 to 11, layers 0 to 2, with 88 bytes, not",
+    ),
+    "an empty block": (lambda c: block(c, 0, 0), "tokens 0 to 0, layers 0 to 2, with 0 bytes, not"),
+    "bytes of another size": (lambda c: c.send(Block(0, 1, 9, 0, 2, 0)), "with 9 bytes, not"),
+    "no such layer": (lambda c: c.send(Block(0, 1, 12, 0, 3, 0)), "layers 0 to 3, with 12"),
+    "a layer too early": (lambda c: c.send(Block(0, 1, 4, 1, 1, 0)), "layers 1 to 2, with 4"),
+    "no layer": (lambda c: c.send(Block(0, 1, 0, 0, 0, 0)), "layers 0 to 0, with 0"),
     "no message": (lambda c: c._socket.sendall(b"\3\0\0\0abc"), "not a message"),
     "an endless message": (lambda c: c._socket.sendall(b"\xff" * 4), "4294967295 bytes: at most"),
     "asks back": (
         lambda c: c.send(Fetch(1, "", "", "", 0, b"", "")),
         "is not what a prefill engine says",
     ),
-    "a block elsewhere": (lambda c: c.send(Block(0, 1, SIZE, 0, 0)), "its bytes should follow"),
+    "a block elsewhere": (
+        lambda c: c.send(Block(0, 1, SIZE, 0, 2, 0, 0)),
+        "its bytes should follow",
+    ),
     "refuses": (lambda c: c.send(Failed("the queue is full")), "the queue is full"),
     "says nothing": (silence, "timed out"),
 }
@@ -261,6 +317,53 @@ async def test_kv_comes_chunk_by_chunk_and_in_parts(
     assert decode.access.tokens == {at: token for at, token in WHOLE.items() if at >= 2}
     await prefill.has_reported.wait()  # it does when the other side has hung up
     assert decode.outcomes() == prefill.outcomes() == [("ok", 8 * SIZE)]
+
+
+async def test_layers_come_while_their_step_runs_and_count_when_it_is_done(
+    prefill: Prefill,
+) -> None:
+    decode = Decode(prefill.address)
+    async with running(decode):
+        decode.ask(first=2)
+        request = await prefill.admitted()
+
+        def launch(iteration: int, first: int, stop: int) -> None:
+            prefill.actor.send(StreamKv(request.request_id, iteration, first, stop, PAGES))
+
+        launch(1, 0, 6)
+        prefill.access.compute_first_layer()
+        launch(2, 6, 11)  # before the result of step 1, and without the last token
+        assert [tokens for tokens, _ in prefill.access.streams] == [range(2, 6), range(6, 10)]
+        prefill.access.compute_first_layer(spoils=True)  # step 2 fails
+        assert await asyncio.to_thread(decode.access.is_ahead.wait, 10)
+        assert decode.access.tokens == {}
+        prefill.compute(request, 6)
+        launch(3, 6, 8)  # it is run again in two parts
+        prefill.access.compute_first_layer()
+        prefill.compute(request, 8)
+        launch(4, 8, 11)  # as a step that does not run layer by layer
+        prefill.compute(request, 10)
+        assert await decode.events.next() == KvReady("r", 0, b"")
+    assert decode.access.tokens == {at: token for at, token in WHOLE.items() if at >= 2}
+    await prefill.has_reported.wait()
+    assert prefill.access.num_reads == 3
+    assert decode.outcomes() == [("ok", 8 * SIZE + 4 * 4)]
+
+
+async def test_what_the_prefill_side_has_in_its_cache_comes_before_the_layers(
+    prefill: Prefill,
+) -> None:
+    decode = Decode(prefill.address)
+    async with running(decode):
+        decode.ask(first=2)
+        request = await prefill.admitted()
+        prefill.actor.send(StreamKv(request.request_id, 1, 6, 11, PAGES))
+        prefill.access.compute_first_layer()
+        assert await asyncio.to_thread(decode.access.is_ahead.wait, 10)
+        assert sorted(decode.access.tokens) == [2, 3, 4, 5]
+        prefill.compute(request, 10)
+        assert await decode.events.next() == KvReady("r", 0, b"")
+    assert decode.outcomes() == [("ok", 8 * SIZE)]
 
 
 @pytest.mark.parametrize("name", BAD_PEERS)
@@ -320,7 +423,7 @@ async def test_a_peer_that_failed_is_left_alone_for_a_while(
         ({"key": "another"}, "--disaggregation-key is another one here"),
         ({"model": "b"}, "differ in their model: a model here, b there"),
         ({"geometry": "g"}, "differ in their KV: toy here, g there"),
-        ({"version": 9}, "differ in their protocol: 2 here, 9 there"),
+        ({"version": 9}, "differ in their protocol: 3 here, 9 there"),
         ({"first": 2}, "nothing to send from token 2 on of a prompt of 3"),
         ({"first": -1}, "nothing to send from token -1 on of a prompt of 3"),
     ],
@@ -329,7 +432,7 @@ async def test_a_fetch_that_does_not_fit_is_refused(
     prefill: Prefill, change: dict[str, Any], reason: str
 ) -> None:
     fields: dict[str, Any] = {
-        "version": 2,
+        "version": 3,
         "key": "secret",
         "model": "a model",
         "geometry": "toy",

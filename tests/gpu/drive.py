@@ -33,7 +33,7 @@ from aserve.messages.output import Refused, Retired, SequenceOutput, StepOutput
 from aserve.messages.requests import AdmitRequest, Cancel, ReasoningIds, SamplingParams
 from aserve.messages.results import BuildMask, MaskReady, PromptLogprobs, StepResult, StepTimes
 from aserve.messages.step import Launch, Resync, Sample, ScheduleBatch
-from aserve.messages.transfers import LoadKv, ReceiveKv, SaveKv, SendKv
+from aserve.messages.transfers import LoadKv, ReceiveKv, SaveKv, SendKv, StreamKv
 from aserve.observability.reports import TierUsed
 from aserve.scheduling.scheduler import Scheduler
 from aserve.tiers.actor import KvTiers
@@ -264,7 +264,7 @@ class _Drive:
                 self.asks.append(effect)
             case SaveKv() | LoadKv() if self.tiers is not None:
                 self.tiers.send(effect)
-            case ReceiveKv() | SendKv() | SaveKv() | LoadKv():
+            case ReceiveKv() | SendKv() | StreamKv() | SaveKv() | LoadKv():
                 raise AssertionError(f"nobody transfers KV here: {effect}")
             case StepOutput():
                 for output in effect.sequences:

@@ -11,8 +11,8 @@ from aserve.messages.base import CancelReason, array_i32, pack_i32
 from aserve.messages.output import Retired, StepOutput
 from aserve.messages.requests import Cancel, FailRequest
 from aserve.messages.results import StepFailed, StepTimes
-from aserve.messages.step import Resync
-from aserve.messages.transfers import KvFailed, KvReady, ReceiveKv, SendKv
+from aserve.messages.step import Launch, Resync
+from aserve.messages.transfers import KvFailed, KvReady, ReceiveKv, SendKv, StreamKv
 from tests.scheduling.stage import Stage, cancel, ids, request, result, rows, spec
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -202,6 +202,15 @@ def test_kv_that_another_engine_wants_is_announced_after_each_chunk() -> None:
     ]
     kinds = [type(effect) for effect in stage.effects]
     assert kinds.index(SendKv) < kinds.index(Retired)
+
+
+def test_kv_that_another_engine_wants_is_announced_before_its_step() -> None:
+    stage = Stage(spec(max_batched_tokens=4, depth=2, lead=2))
+    stage.play(request("a", [*PROMPT, 10, 11], max_tokens=0, sends_kv=True))
+    announced = [(each.iteration, each.first, each.stop) for each in stage.of(StreamKv)]
+    assert announced == [(1, 0, 4), (2, 4, 7)]  # both steps are in flight
+    kinds = [type(effect) for effect in stage.effects if isinstance(effect, StreamKv | Launch)]
+    assert kinds == [StreamKv, Launch, StreamKv, Launch]
 
 
 def test_a_failed_step_of_others_leaves_a_transfer_alone() -> None:

@@ -1,14 +1,16 @@
 """Gathers the KV of single tokens from the pools, and scatters it into them.
 
-The bytes of a transfer are the pools of the model and then those of the drafter, group by group,
-keys before values. Each pool gives [layers, tokens, bytes of a slot].
+The bytes of a transfer are those of the model's layers in their order, and then those of the
+drafter's. Each layer gives keys [tokens, bytes of a slot], and then values unless it has latents.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -20,22 +22,26 @@ from aserve.gpu.device.base import Device
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.step.resolve import DeviceState
 from aserve.messages.base import array_i32
-from aserve.messages.transfers import HostKv
+from aserve.messages.transfers import HostKv, OnLayer
 
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 T = TypeVar("T")
 
 
 class TorchKvAccess:
-    """Implements messages.transfers.KvAccess. `submit` takes a job for the executor's thread."""
+    """Implements messages.transfers.LayeredKvAccess. `submit` takes a job for the thread of the
+    executor.
+    """
 
     __slots__ = (
         "_device",
-        "_groups",
+        "_layers",
         "_pools",
+        "_streams",
         "_submit",
         "bytes_per_token",
         "geometry",
+        "layer_bytes",
         "pool_shapes",
     )
 
@@ -54,21 +60,47 @@ class TorchKvAccess:
         self._pools = (pools,) if draft_pools is None else (pools, draft_pools)
         self._device = device
         self._submit = submit
-        self._groups = [self._pools_of(group) for group in range(len(pools.num_pages))]
-        shapes = [
-            [(len(pool), pool.shape[2] * pool.itemsize) for pool in group] for group in self._groups
-        ]
-        self.bytes_per_token = sum(num * size for group in shapes for num, size in group)
-        self.pool_shapes = tuple(shape for group in shapes for shape in group)
-        self.geometry = f"{[str(each.dtype) for each in self._pools]} {shapes}"
+        self._streams = state.kv_streams
+        self._layers = _layers_of(self._pools)
+        shapes = [layer.slot_bytes for layer in self._layers]
+        self.layer_bytes = tuple(sum(sizes) for sizes in shapes)
+        self.bytes_per_token = sum(self.layer_bytes)
+        self.pool_shapes = tuple((1, size) for sizes in shapes for size in sizes)
+        groups = [layer.group for layer in self._layers]
+        self.geometry = f"{[str(each.dtype) for each in self._pools]} {groups} {shapes}"
 
-    def read(self, pages: tuple[bytes, ...], first: int, stop: int) -> Future[HostKv]:
-        return self._run(lambda: self._read(pages, first, stop))
+    def read(
+        self, pages: tuple[bytes, ...], first: int, stop: int, from_layer: int = 0
+    ) -> Future[HostKv]:
+        layers = self._layers[from_layer:]
+        return self._run(lambda: self._read(layers, pages, first, stop))
 
     def write(
-        self, pages: tuple[bytes, ...], first: int, token_ids: bytes, values: memoryview
+        self,
+        pages: tuple[bytes, ...],
+        first: int,
+        token_ids: bytes,
+        values: memoryview,
+        layers: range | None = None,
     ) -> Future[None]:
-        return self._run(lambda: self._write(pages, first, token_ids, values))
+        return self._run(lambda: self._write(pages, first, token_ids, values, layers))
+
+    def stream(
+        self, iteration: int, pages: tuple[bytes, ...], tokens: range, on_layer: OnLayer
+    ) -> None:
+        places = {
+            layer.index: place for place, layer in enumerate(self._layers) if layer.index >= 0
+        }
+
+        def on_stored(index: int) -> None:
+            """Called on the executor's thread."""
+            place = places.get(index)
+            if place is not None and place < len(self._layers) - 1:
+                layer = self._layers[place : place + 1]
+                with contextlib.suppress(RuntimeError, IndexError, ValueError):  # read afterwards
+                    on_layer(place, self._read(layer, pages, tokens.start, tokens.stop))
+
+        self._submit(lambda: self._streams.add(iteration, on_stored))
 
     def _run(self, work: Callable[[], T]) -> Future[T]:
         done: Future[T] = Future()
@@ -78,20 +110,22 @@ class TorchKvAccess:
                 done.set_result(work())
             except (RuntimeError, IndexError, ValueError) as error:
                 # NOTE: an exception that left this job would end the executor's thread.
-                done.set_exception(error)
+                done.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
         self._submit(job)
         return done
 
-    def _read(self, pages: tuple[bytes, ...], first: int, stop: int) -> HostKv:
+    def _read(
+        self, layers: list[_Layer], pages: tuple[bytes, ...], first: int, stop: int
+    ) -> HostKv:
         device, start = self._pools[0].device, 0
-        size = (stop - first) * self.bytes_per_token
+        size = (stop - first) * sum(sum(layer.slot_bytes) for layer in layers)
         packed = torch.empty(size, dtype=torch.uint8, device=device)
-        for group, group_pages in zip(self._groups, pages, strict=True):
-            slots = self._slots(group_pages, first, stop)
-            for pool in group:
-                part, start = _part(packed, start, pool, len(slots))
-                torch.index_select(pool, 1, slots, out=part)
+        slots = [self._slots(group_pages, first, stop) for group_pages in pages]
+        for layer in layers:
+            for pool in layer.pools:
+                part, start = _part(packed, start, pool, stop - first)
+                torch.index_select(pool, 0, slots[layer.group], out=part)
         host = packed
         if device.type != "cpu":
             host = self._device.host_buffer(-(-size // 4)).view(torch.uint8)[:size]
@@ -106,34 +140,34 @@ class TorchKvAccess:
         return wait
 
     def _write(
-        self, pages: tuple[bytes, ...], first: int, token_ids: bytes, values: memoryview
+        self,
+        pages: tuple[bytes, ...],
+        first: int,
+        token_ids: bytes,
+        values: memoryview,
+        layers: range | None,
     ) -> None:
         ids, device = array_i32(token_ids), self._pools[0].device
         packed, start = torch.frombuffer(values, dtype=torch.uint8).to(device), 0
-        for number, (group, group_pages) in enumerate(zip(self._groups, pages, strict=True)):
-            slots = self._slots(group_pages, first, first + len(ids))
-            self._clear_last(number, group_pages, first, first + len(ids))
-            if not number:
-                tokens = torch.from_numpy(ids.copy()).to(device)
-                self._pools[0].token_pool.index_copy_(0, slots, tokens)
-            for pool in group:
+        slots = [self._slots(group_pages, first, first + len(ids)) for group_pages in pages]
+        if layers is None or not layers.start:
+            tokens = torch.from_numpy(ids.copy()).to(device)
+            self._pools[0].token_pool.index_copy_(0, slots[0], tokens)
+        for layer in self._layers if layers is None else self._layers[layers.start : layers.stop]:
+            self._clear_last(layer, pages[layer.group], first, first + len(ids))
+            for pool in layer.pools:
                 part, start = _part(packed, start, pool, len(ids))
-                for layer, values_of_layer in zip(pool, part, strict=True):
-                    layer.index_copy_(0, slots, values_of_layer)
+                pool.index_copy_(0, slots[layer.group], part)
 
-    def _pools_of(self, group: int) -> list[Tensor]:
-        pools = [pool for each in self._pools for pool in each.pools_of(group)]
-        return [_slot_words(pool) for pool in pools if pool.numel()]
-
-    def _clear_last(self, group: int, pages: bytes, first: int, stop: int) -> None:
+    def _clear_last(self, layer: _Layer, pages: bytes, first: int, stop: int) -> None:
         """Clears the page of the last token, if this is the first write to it: attention reads
         whole pages, and the rest of it holds what a former owner left.
         """
         size = self._pools[0].page_size
         if (stop - 1) // size * size >= first:
-            page = torch.tensor([array_i32(pages)[(stop - 1) // size]], dtype=torch.int64)
-            for each in self._pools:
-                each.clear(group, page.to(each.device))
+            start = int(array_i32(pages)[(stop - 1) // size]) * size
+            for pool in layer.pools:
+                pool[start : start + size].zero_()
 
     def _slots(self, pages: bytes, first: int, stop: int) -> Tensor:
         size, positions = self._pools[0].page_size, np.arange(first, stop)
@@ -141,20 +175,51 @@ class TorchKvAccess:
         return torch.from_numpy(slots).to(self._pools[0].device)
 
 
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A layer that stores KV. `index` is that of the model, or -1 for a drafter's. `pools` are
+    views [slots, words of a slot].
+    """
+
+    index: int
+    group: int
+    pools: tuple[Tensor, ...]
+
+    @property
+    def slot_bytes(self) -> tuple[int, ...]:
+        return tuple(pool.shape[1] * pool.itemsize for pool in self.pools)
+
+
+def _layers_of(pools: tuple[KvPools, ...]) -> list[_Layer]:
+    """The layers of all pools, each once: a layer may read what another one stores."""
+    found: list[_Layer] = []
+    seen: set[int] = set()
+    for number, each in enumerate(pools):
+        for index, layer in sorted(each.layers.items()):
+            if layer.keys.data_ptr() in seen or not layer.keys.numel():
+                continue
+            seen.add(layer.keys.data_ptr())
+            is_latent = layer.values.data_ptr() == layer.keys.data_ptr()
+            stored = (layer.keys,) if is_latent else (layer.keys, layer.values)
+            words = tuple(_slot_words(pool) for pool in stored)
+            found.append(_Layer(-1 if number else index, layer.group, words))
+    return found
+
+
 def _slot_words(pool: Tensor) -> Tensor:
-    """A view of a pool [layers, slots, heads, dim] as words [layers, slots, words of a slot].
+    """A view of a layer's pool [slots, heads, dim] as words [slots, words of a slot].
 
     PERF: words of 8 bytes are copied up to three times as fast as single bytes.
     """
-    stored = pool.flatten(2).view(torch.uint8)
-    widest = next(word for word in WORDS if stored.shape[2] % word.itemsize == 0)
+    stored = pool.flatten(1).view(torch.uint8)
+    widest = next(word for word in WORDS if stored.shape[1] % word.itemsize == 0)
     return stored.view(widest)
 
 
 def _part(packed: Tensor, start: int, pool: Tensor, num_tokens: int) -> tuple[Tensor, int]:
-    """The bytes of a transfer from `start` on that belong to a pool, as [layers, tokens, words],
-    and where they end.
+    """The bytes of a transfer from `start` on that belong to a pool, as [tokens, words], and where
+    they end.
     """
-    shape = (len(pool), num_tokens, pool.shape[2])
+    shape = (num_tokens, pool.shape[1])
     stop = start + math.prod(shape) * pool.itemsize
     return packed[start:stop].view(pool.dtype).view(shape), stop

@@ -5,7 +5,7 @@ token pool. The result is the `DeviceStep` that a decode mode gets.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
@@ -16,6 +16,7 @@ from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.sampling.params import RowTables, init_columns
 from aserve.gpu.step.forward_batch import DeviceBatch, ForwardBatch
 from aserve.gpu.step.future_map import SEQ_LEN, FutureMap
+from aserve.gpu.step.kv_streams import KvStreams
 from aserve.gpu.step.plan import StepPlan
 from aserve.gpu.transfer.staging import DeviceArrays, HostArrays
 from aserve.messages.base import array_i32
@@ -35,6 +36,7 @@ class DeviceState:
     # cleared before its new owner uses it: a NaN of the former owner would pass the mask.
     clears_pages: bool = True
     draft_pools: KvPools | None = None  # the drafter's keys and values, over the same page tables
+    kv_streams: KvStreams = field(default_factory=KvStreams)
 
     @property
     def cleared_pools(self) -> tuple[KvPools, ...]:

@@ -18,7 +18,12 @@ from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.step.resolve import DeviceState
 from aserve.messages.base import pack_i32
 from aserve.messages.executor import GroupSpec
+from aserve.messages.results import StepResult
+from aserve.messages.transfers import HostKv
+from tests.fakes.hash_model import HashModel
+from tests.gpu.batch_builder import running
 from tests.gpu.device_tables import make_tables
+from tests.gpu.drive import make_executor
 
 NUM_PAGES = 12
 LAYERS = (
@@ -65,10 +70,13 @@ def done(future: Future[T], jobs: list[Job]) -> T:
 
 @pytest.mark.parametrize("layers", [LAYERS, LATENTS], ids=["two groups", "latents"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize(("here", "there"), [(4, 4), (4, 3), (1, 16), (16, 1)])
+@pytest.mark.parametrize(
+    ("here", "there", "num_split"), [(4, 4, 0), (4, 3, 1), (1, 16, 1), (16, 1, 0)]
+)
 def test_the_kv_of_tokens_and_nothing_else_is_copied(
-    layers: tuple[LayerSpec, ...], dtype: torch.dtype, here: int, there: int
+    layers: tuple[LayerSpec, ...], dtype: torch.dtype, here: int, there: int, num_split: int
 ) -> None:
+    """`num_split` layers are written before the others."""
     read, source, source_jobs = engine(layers, here, dtype=dtype)
     write, target, target_jobs = engine(layers, there, dtype=dtype)
     num_groups, length = len(group_layers(layers)), 11
@@ -84,11 +92,18 @@ def test_the_kv_of_tokens_and_nothing_else_is_copied(
     ids = np.arange(70, 70 + length, dtype=np.int32)
     for first, stop in ((start, start + 1), (start + 1, 7), (7, length)):
         pages = tuple(pack_i32(each) for each in from_pages[:num_groups])
-        values = done(read.read(pages, first, stop), source_jobs)
-        data = values()
+        data = done(read.read(pages, first, stop), source_jobs)()
         assert len(data) == (stop - first) * read.bytes_per_token
         pages = tuple(pack_i32(each) for each in to_pages[:num_groups])
-        done(write.write(pages, first, ids[first:stop].tobytes(), data), target_jobs)
+        split = (stop - first) * sum(read.layer_bytes[:num_split])
+        parts = {
+            range(num_split): data[:split],
+            range(num_split, len(read.layer_bytes)): data[split:],
+        }
+        for of_layers, part in parts.items():
+            if part:
+                token_ids = ids[first:stop].tobytes()
+                done(write.write(pages, first, token_ids, part, of_layers), target_jobs)
     positions = np.arange(start, length)
     slots = [
         pages[positions // size] * size + positions % size
@@ -128,3 +143,35 @@ def test_kv_in_host_memory_is_not_transferred() -> None:
     state = DeviceState(pools, tables.tables, tables.relay)
     with pytest.raises(ConfigError, match="--enable-hisparse"):
         TorchKvAccess(state, CpuDevice("cpu"), lambda _: None)
+
+
+async def test_layers_of_a_step_are_read_while_it_runs_but_for_the_last_one() -> None:
+    executor = make_executor(HashModel(window=40, second_window=50))
+    access = executor.kv_access()
+    layers = executor._runner.state.pools.layers
+    came: list[tuple[int, memoryview]] = []
+    is_next_stored: list[bool] = []
+
+    async with running(executor) as builder:
+        batch = builder.batch({2: list(range(9))}, sampling=[2])
+        pages = tuple(writes.pages for writes in batch.page_writes)
+
+        def on_layer(layer: int, values: HostKv) -> None:
+            came.append((layer, values()))
+            is_next_stored.append(bool(layers[layer + 1].keys.any()))
+
+        access.stream(batch.iteration, pages, range(2, 7), on_layer)
+        access.stream(batch.iteration + 1, pages, range(2, 7), on_layer)
+        assert isinstance(await executor.launch(batch), StepResult)
+        reads = [access.read(pages, 2, 7, layer) for layer in range(4)]
+        whole, *_ = behind = [bytes(read.result(10)()) for read in reads]
+        assert [layer for layer, _ in came] == [0, 1]
+        assert not any(is_next_stored)
+        for layer, values in came:
+            assert values == behind[layer][: len(values)]
+            assert behind[layer][len(values) :] == behind[layer + 1]
+        assert len(whole) == 5 * access.bytes_per_token == 5 * sum(access.layer_bytes)
+        builder.iteration += 1  # a step that was dropped, and so is the wish
+        later = builder.batch({3: [5, 6]}, sampling=[3])
+        assert isinstance(await executor.launch(later), StepResult)
+    assert len(came) == 2
