@@ -24,6 +24,7 @@ from aserve.http.batches import handlers as batches
 from aserve.http.body import IGNORED
 from aserve.http.connection import address_of, listen, reason_of
 from aserve.http.control.info import version
+from aserve.http.control.loads import load_reporter
 from aserve.http.cors import add_cors_headers, is_preflight, preflight_response
 from aserve.http.decompress import broken_body
 from aserve.http.errors import (
@@ -110,7 +111,7 @@ def create_app(context: HttpContext) -> web.Application:
     handlers = {handler_of(route, context): route for route in routes}
     app.add_routes([web.route(route.method, route.path, h) for h, route in handlers.items()])
     app[ACCESS] = {handler: access_of(route, options) for handler, route in handlers.items()}
-    app.on_response_prepare.append(_add_headers)
+    app.on_response_prepare.extend((_add_headers, load_reporter(context)))
     return app
 
 
@@ -176,6 +177,5 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
     response.headers["X-Request-Id"] = request.get(REQUEST_ID) or uuid.uuid4().hex
     response.headers[hdrs.SERVER] = "aserve"
     add_cors_headers(request, response)
-    ignored = request.get(IGNORED)
-    if ignored:
+    if ignored := request.get(IGNORED):
         response.headers["X-Ignored-Params"] = ignored

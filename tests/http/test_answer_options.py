@@ -83,6 +83,18 @@ async def test_usage_on_every_chunk_grows_to_that_of_the_whole_answer(
 
 
 @BOTH
+async def test_events_with_text_are_padded_on_request(echo: EchoEngine, path: str) -> None:
+    fields = body_of(path, stream=True, stream_options={"include_obfuscation": True})
+    answer = await ask(echo, f"/v1/{path}", fields)
+    sizes = {len(e.removeprefix("data: ").encode()) for e in answer.events if "obfuscation" in e}
+    assert sizes
+    assert {size % 64 for size in sizes} == {0}
+    plain = await streamed(echo, path, stream_options={})
+    for chunk, other in zip(answer.chunks, plain, strict=True):
+        assert chunk["choices"] == other["choices"]
+
+
+@BOTH
 @pytest.mark.parametrize("options", [None, {"include_usage": False}])
 async def test_a_server_may_send_the_usage_of_every_stream(
     path: str, options: dict[str, bool] | None

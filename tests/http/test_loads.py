@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 from aserve.http.control.loads import EngineLoad, engine_load
 from aserve.observability.metrics import Metrics
@@ -25,6 +26,20 @@ async def test_open_requests_are_counted(echo: EchoEngine) -> None:
         '# TYPE sglang_num_total_reqs gauge\nsglang_num_total_reqs{dp_rank="0"} 0\n' in gauges.text
     )
     assert (await ask(echo, "/v1/loads?format=xml")).status == 400
+
+
+async def test_an_answer_reports_the_load_to_a_router_that_asks(echo: EchoEngine) -> None:
+    async def header(kind: str) -> str | None:
+        answer = await ask(echo, "/version", headers={"endpoint-load-metrics-format": kind})
+        return answer.headers.get("endpoint-load-metrics")
+
+    report = "named_metrics.kv_cache_usage_perc=0.0, named_metrics.num_requests_waiting=0"
+    assert await header("TEXT") == f"TEXT {report}"
+    named = {"kv_cache_usage_perc": 0.0, "num_requests_waiting": 0}
+    text = await header("json")
+    assert text is not None
+    assert json.loads(text.removeprefix("JSON ")) == {"named_metrics": named}
+    assert await header("BIN") is None
 
 
 def test_the_load_is_that_of_the_metrics() -> None:

@@ -1,8 +1,13 @@
-"""GET /load and /v1/loads: how busy the server is, for routers, under vLLM's and SGLang's names."""
+"""Tells routers how busy the server is, in vLLM's and SGLang's forms.
+
+There are GET /load, GET /v1/loads, and a header in the form of ORCA (Open Request Cost
+Aggregation).
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 from typing import Literal
 
 import msgspec
@@ -90,6 +95,28 @@ def engine_load(registry: CollectorRegistry, spec: EngineSpec | None) -> EngineL
         token_usage=used / total if total else 0.0,
         max_running_requests=0 if spec is None else spec.max_rows,
     )
+
+
+def load_reporter(
+    context: HttpContext,
+) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
+    """Returns the function that adds the header to the answers of requests that ask for it."""
+
+    async def add_header(request: web.Request, response: web.StreamResponse) -> None:
+        kind = request.headers.get("Endpoint-Load-Metrics-Format", "").upper()
+        if kind not in ("TEXT", "JSON"):
+            return
+        load = engine_load(context.registry, context.state.spec)
+        named = {
+            "kv_cache_usage_perc": load.token_usage,
+            "num_requests_waiting": load.num_waiting_reqs,
+        }
+        report = ", ".join(f"named_metrics.{name}={value}" for name, value in named.items())
+        if kind == "JSON":
+            report = msgspec.json.encode({"named_metrics": named}).decode()
+        response.headers["Endpoint-Load-Metrics"] = f"{kind} {report}"
+
+    return add_header
 
 
 ROUTES = (

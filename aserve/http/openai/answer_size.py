@@ -1,17 +1,19 @@
 """Bounds the size of an answer by its number of log-probabilities, before any work is done.
 
 The counts are upper bounds, because texts are not encoded yet: a text has at most as many tokens as
-bytes, and no prompt is longer than the context.
+bytes, and no prompt is longer than the context. On request, padding hides the sizes of events.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aserve.errors import InvalidRequest
 from aserve.messages.requests import ChatPrompt, GenerateRequest, Prompt, TextPrompt, TokenPrompt
 
+OBFUSCATION_BYTES = 64
 TEMPLATE_TOKENS = 4096  # a generous bound on the tokens that a chat template adds
 
 
@@ -84,3 +86,12 @@ def max_prompt_len(prompt: Prompt) -> int:
             return len(prompt.token_ids)
         case ChatPrompt():
             return len(prompt.messages) + len(prompt.tools or b"") + TEMPLATE_TOKENS
+
+
+def obfuscated(event: bytes) -> bytes:
+    """Pads a JSON object with random letters to a multiple of OBFUSCATION_BYTES, so that its size
+    tells less of its text. The field's name is OpenAI's.
+    """
+    start, end = event[:-1] + b',"obfuscation":"', b'"}'
+    missing = -(len(start) + len(end)) % OBFUSCATION_BYTES
+    return start + secrets.token_hex(missing // 2 + 1)[:missing].encode() + end

@@ -13,7 +13,7 @@ from typing import TypeAlias, TypeVar
 
 import msgspec
 
-from aserve.http.openai.answer_size import NO_MODEL, AnswerLimits, check_answer_size
+from aserve.http.openai.answer_size import NO_MODEL, AnswerLimits, check_answer_size, obfuscated
 from aserve.http.openai.grammars import grammar_of
 from aserve.http.openai.limits import EMBEDDED, Caller, prediction_of, stops_of
 from aserve.http.openai.schema import GenerationBody, StreamOptions
@@ -53,6 +53,7 @@ class Call:
     is_streaming: bool
     reports_usage: bool
     reports_each_usage: bool  # in every event of a stream, not only in the last
+    pad: Callable[[bytes], bytes] = bytes  # changes the events with text
 
     @property
     def num_children(self) -> int:
@@ -63,8 +64,7 @@ class Call:
         return len(self.requests) * self.num_children
 
     def index_of(self, chunk: OutputChunk) -> int:
-        _, _, prompt = chunk.request_id.rpartition("-")
-        return int(prompt) * self.num_children + chunk.child
+        return int(chunk.request_id.rpartition("-")[2]) * self.num_children + chunk.child
 
 
 def random_seed() -> int:
@@ -105,13 +105,12 @@ def sampling_of(
     draw_seed: Callable[[], int],
     defaults: GenerationDefaults,
 ) -> SamplingParams:
-    top_k = _value_or(body.top_k, defaults.top_k)
     temperature = _value_or(body.temperature, defaults.temperature)
     return SamplingParams(
         seed=draw_seed() if body.seed is None else body.seed,
         temperature=temperature if temperature >= SMALLEST_TEMPERATURE else 0.0,
         top_p=max(_value_or(body.top_p, defaults.top_p), SMALLEST_TOP_P),
-        top_k=max(top_k, 0),
+        top_k=max(_value_or(body.top_k, defaults.top_k), 0),
         min_p=_value_or(body.min_p, defaults.min_p),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
@@ -181,6 +180,7 @@ def build_call(
         is_streaming=bool(body.stream),
         reports_usage=reports_usage or bool(options.include_timings),
         reports_each_usage=reports_usage and bool(options.continuous_usage_stats),
+        pad=obfuscated if options.include_obfuscation else bytes,
     )
 
 

@@ -78,4 +78,4 @@ def _events(
             opening = dialect.opening(index, usage)
             if opening is not None:
                 yield opening
-        yield from dialect.deltas(index, chunk, usage)
+        yield from map(dialect.call.pad, dialect.deltas(index, chunk, usage))

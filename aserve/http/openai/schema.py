@@ -30,6 +30,7 @@ def null_value() -> msgspec.Raw:
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
     include_timings: bool | None = None
 
 
