@@ -17,9 +17,10 @@ from aserve.gpu.decode.registry import MODES
 from aserve.gpu.device.cpu import fused_decoder, team_choice
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.device.cpu.fused_decoder import FEW_TOKENS, CompiledForward, make_compiled_forward
-from aserve.gpu.device.cpu.kernel_linear import prepare_tiled
+from aserve.gpu.device.cpu.kernel_linear import prepare_quantized, prepare_tiled
 from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.kv.pools import KvPools
+from aserve.gpu.layers.linear import Prepare
 from aserve.gpu.models.base import CausalModel, HiddenCapture
 from aserve.gpu.sampling.params import RowTables
 from aserve.gpu.step.forward_batch import ForwardBatch, ForwardOverrides
@@ -66,18 +67,20 @@ class Site:
         return [part for kv in self.pools.layers.values() for part in (kv.keys, kv.values)]
 
 
-def load_tiled(directory: Path, dtype: torch.dtype, num_threads: int = 1) -> CausalModel:
+def load_tiled(
+    directory: Path, dtype: torch.dtype, num_threads: int = 1, prepare: Prepare = prepare_tiled
+) -> CausalModel:
     """In bfloat16, so many threads share each step."""
     torch.set_num_threads(num_threads)
     name = str(dtype).removeprefix("torch.")
     ops = CpuDevice().ops(dtype, is_deterministic=False)
-    target = Target(prepare=prepare_tiled, elementwise=ops.elementwise)
+    target = Target(prepare=prepare, elementwise=ops.elementwise)
     return load_model(directory, dtype=name, max_model_len=MAX_MODEL_LEN, target=target)
 
 
-def site(directory: Path, dtype: torch.dtype) -> Site:
+def site(directory: Path, dtype: torch.dtype, prepare: Prepare = prepare_tiled) -> Site:
     """Pages of the rows lie scattered, and hold what an earlier step might have left there."""
-    model = load_tiled(directory, dtype)
+    model = load_tiled(directory, dtype, prepare=prepare)
     num_pages = 1 + MAX_ROWS * COLUMNS
     shape = (MAX_ROWS + 1, COLUMNS)
     pools = make_pools(model.layers, num_pages, table_shape=shape, page_size=PAGE_SIZE, dtype=dtype)
@@ -127,6 +130,28 @@ def test_one_call_gives_the_hidden_states_and_kv_of_many(
             assert distance(part, its_kv) < TOLERANCES[dtype]
             is_kept = (its_kv == old.float()).all(dim=(1, 2))
             assert torch.equal(part[is_kept], old[is_kept])
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_weights_of_few_bits_are_multiplied_in_one_call(
+    bits: int, dtype: torch.dtype, reference_of: ReferenceOf
+) -> None:
+    """Some layers of a checkpoint may have more bits than others."""
+    coded = prepare_quantized(bits)
+    for prepare in (
+        coded,
+        lambda linear, *own, **named: (prepare_tiled if linear.weight.shape[0] > 64 else coded)(
+            linear, *own, **named
+        ),
+    ):
+        here = site(reference_of("llama-biased").directory, dtype, prepare)
+        for query_lens, lens in (([1, 1], [30, 70]), ([19, 1, 3], [0, 41, 25])):
+            batch = ForwardBatch.init_new(device_batch(query_lens, lens), here.pools)
+            fused_step = here.compiled()
+            assert distance(fused_step.run(batch), here.plain(batch)) < TOLERANCES[dtype]
 
 
 @pytest.mark.slow

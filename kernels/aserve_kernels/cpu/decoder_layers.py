@@ -30,12 +30,13 @@ from numba import njit
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, narrow, rounded, widen
 from aserve_kernels.cpu.exp2 import LOG2_E, power_of_two
-from aserve_kernels.cpu.gemm import multiply, outputs_of
+from aserve_kernels.cpu.gemm import outputs_of
 from aserve_kernels.cpu.host_rows import Int64s
 from aserve_kernels.cpu.lora import add_to_wide
 from aserve_kernels.cpu.memory import array_at
 from aserve_kernels.cpu.paged_attention import attend_share
 from aserve_kernels.cpu.precompile import FASTMATH, NO_REFCOUNT
+from aserve_kernels.cpu.product import PRODUCT, multiply_by
 from aserve_kernels.cpu.rank_sum import sum_over_ranks
 from aserve_kernels.cpu.team import Team, meet, share_of
 
@@ -51,7 +52,7 @@ FLOAT64_LIKE = np.empty(0, np.float64)  # for `array_at`, which takes its dtype
 
 # The record of a model: sizes, then addresses, of which 0 is none. The embeddings [num_embeddings,
 # hidden] in the model's dtype; the float32 weight [hidden] of the norm before the first layer; the
-# packed LM head and its bias; the engine's token pool and its page table; the relay's last token of
+# LM head; the engine's token pool and its page table; the relay's last token of
 # each row, the step that wrote it, and the published KV length (0 in modes that publish none),
 # [max_rows + 1] int64; the relay's drafts [max_rows + 1, max_drafts] int64, and their distributions
 # [max_rows + 1, probs_drafts, probs_vocab] float32 (0 where none are kept); the columns of seeds
@@ -61,14 +62,15 @@ FLOAT64_LIKE = np.empty(0, np.float64)  # for `array_at`, which takes its dtype
 #
 # Of draft models: `joined` is the size of the embeddings and of the hidden states that are joined
 # with them, 0 if none are. Then the weights of the norms of both parts and before the head; the
-# packed projection of the joined inputs; the packed layer that makes the next hidden state; the
+# packed projection of the joined inputs; the layer that makes the next hidden state; the
 # target's ids of a reduced vocabulary, int64 [vocab].
 MODEL: Any = np.dtype(
     [
         *[(name, np.int64) for name in ("hidden", "inner", "vocab", "num_embeddings", "max_len")],
         *[(name, np.int64) for name in ("heads", "kv_heads", "head_dim", "rotary_dim")],
         *[(name, np.int64) for name in ("page_size", "table_rows", "table_columns", "activation")],
-        *[(name, np.int64) for name in ("embeddings", "first_norm", "head", "head_bias")],
+        *[(name, np.int64) for name in ("embeddings", "first_norm")],
+        ("head", PRODUCT),
         *[(name, np.int64) for name in ("token_pool", "num_slots", "token_pages")],
         *[(name, np.int64) for name in ("last_token", "written_iter", "seq_len")],
         *[(name, np.int64) for name in ("drafts", "max_drafts")],
@@ -78,20 +80,19 @@ MODEL: Any = np.dtype(
         *[(name, np.int64) for name in ("joined", "is_hidden_first", "keeps_normed")],
         *[(name, np.int64) for name in ("stores_kv", "is_causal", "ranks")],
         *[(name, np.int64) for name in ("embedding_norm", "hidden_norm", "head_norm")],
-        *[(name, np.int64) for name in ("projection", "projection_bias")],
-        *[(name, np.int64) for name in ("next_hidden", "next_hidden_bias", "token_ids")],
+        *[(name, PRODUCT) for name in ("projection", "next_hidden")],
+        ("token_ids", np.int64),
         *[(name, np.float32) for name in ("eps", "residual_scale", "embedding_factor")],
         *[(name, np.float32) for name in ("logit_divisor", "logit_softcap")],
     ],
     align=True,
 )
 
-# The record of a layer, of addresses: packed weights; float32 biases (zeros for none) and norm
-# weights (0 for none); the cos/sin table [max_len, rotary_dim]; the layer's KV and page table.
+# The record of a layer: its linear layers, and addresses: float32 norm weights (0 for none); the
+# cos/sin table [max_len, rotary_dim]; the layer's KV and page table.
 LAYER: Any = np.dtype(
     [
-        *[(name, np.int64) for name in ("qkv", "out", "gate_up", "down")],
-        *[(name, np.int64) for name in ("qkv_bias", "out_bias", "gate_up_bias", "down_bias")],
+        *[(name, PRODUCT) for name in ("qkv", "out", "gate_up", "down")],
         *[(name, np.int64) for name in ("head_norms", "after_attention", "before_mlp")],
         *[(name, np.int64) for name in ("after_mlp", "before_next", "cos_sin")],
         *[(name, np.int64) for name in ("keys", "values", "num_slots", "page_table", "window")],
@@ -204,7 +205,7 @@ def run_layers(
         layer = layers[index]
         flat_heads = heads.reshape((num_tokens, num_heads * model.head_dim))
         source = inputs if index == 0 else x
-        multiply_packed(source, layer.qkv, layer.qkv_bias, flat_heads, worker, num_workers)
+        multiply_by(layer.qkv, source, flat_heads, worker, num_workers)
         meet(team)
         _add_lora(source[first:last], own_slots, loras, 4 * index, flat_heads[first:last])
         store_keys(model, layer, rows, lens, starts, query_lens, heads, attended, first, last)
@@ -212,7 +213,7 @@ def run_layers(
         _attend(model, layer, rows, lens, starts, query_lens, heads, attended, team)
         meet(team)
         flat = attended.reshape((num_tokens, model.heads * model.head_dim))
-        multiply_packed(flat, layer.out, layer.out_bias, added, worker, num_workers)
+        multiply_by(layer.out, flat, added, worker, num_workers)
         meet(team)
         _add_lora(flat[first:last], own_slots, loras, 4 * index + 1, own_added)
         sum_over_ranks(model.ranks, added.reshape(-1), team)
@@ -220,14 +221,14 @@ def run_layers(
             model, own_added, layer.after_attention, layer.before_mlp, ONE, own_hidden, own
         )  # fmt: skip
         meet(team)
-        multiply_packed(x, layer.gate_up, layer.gate_up_bias, gate_up, worker, num_workers)
+        multiply_by(layer.gate_up, x, gate_up, worker, num_workers)
         meet(team)
         if loras.shape[0] != 0:
             _add_lora(x[first:last], own_slots, loras, 4 * index + 2, gate_up[first:last])
             meet(team)
         _gate(gate_up, model.activation, gated, team)
         meet(team)
-        multiply_packed(gated, layer.down, layer.down_bias, added, worker, num_workers)
+        multiply_by(layer.down, gated, added, worker, num_workers)
         meet(team)
         _add_lora(gated[first:last], own_slots, loras, 4 * index + 3, own_added)
         sum_over_ranks(model.ranks, added.reshape(-1), team)
@@ -277,27 +278,17 @@ def _join(ids: Int64s, hiddens: Floats, model: Any, hidden: Float32s, x: Floats)
         widen(hiddens[token], wide)
         normed = inputs[size - first : 2 * size - first]
         _norm_into(wide, model.hidden_norm, model.eps, scratch, normed)
-        if model.projection == 0:
+        if model.projection.weight == 0:
             if model.keeps_normed != 0:
                 widen(normed, wide)
             for i in range(size):
                 hidden[token, i] = wide[i]
-    if model.projection == 0:
+    if model.projection.weight == 0:
         return joined
-    multiply_packed(joined, model.projection, model.projection_bias, hidden, 0, 1)
+    multiply_by(model.projection, joined, hidden, 0, 1)
     for token in range(num_tokens):
         _norm_into(hidden[token], model.first_norm, model.eps, scratch, x[token])
     return x
-
-
-@njit(nogil=True)
-def multiply_packed(
-    x: Floats, packed: int, bias: int, out: Float32s, worker: int, num_workers: int
-) -> None:
-    num_out = out.shape[1]
-    size = -(-num_out // 32) * 32 * x.shape[1]
-    weights, biases = array_at(packed, (size,), x), array_at(bias, (num_out,), out)
-    multiply(x, weights, biases, out, worker, num_workers)
 
 
 @njit(nogil=True)
@@ -494,7 +485,7 @@ def write_logits(
         for row in range(hidden.shape[0]):
             widen(hidden[row], wide)
             _norm_into(wide, model.head_norm, model.eps, scratch, normed[row])
-    multiply_packed(normed, model.head, model.head_bias, logits, worker, num_workers)
+    multiply_by(model.head, normed, logits, worker, num_workers)
     first, last = outputs_of(model.vocab, worker, num_workers)
     for row in range(hidden.shape[0]):
         _cap_logits(logits[row][first:last], hidden, model.logit_divisor, model.logit_softcap)

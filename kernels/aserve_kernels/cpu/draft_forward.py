@@ -20,7 +20,6 @@ from aserve_kernels.cpu.decoder_layers import (
     Tables,
     buffers_in,
     logits_of,
-    multiply_packed,
     num_narrow,
     num_wide,
     run_layers,
@@ -29,6 +28,7 @@ from aserve_kernels.cpu.decoder_layers import (
 from aserve_kernels.cpu.host_rows import Int64s, QueryRows
 from aserve_kernels.cpu.memory import array_at
 from aserve_kernels.cpu.precompile import cached_njit, compile_ahead
+from aserve_kernels.cpu.product import multiply_by
 from aserve_kernels.cpu.rejection import draw_draft
 from aserve_kernels.cpu.team import Team
 from aserve_kernels.draft_chain import ChainKind
@@ -127,11 +127,11 @@ def _chain(
 @njit(nogil=True)
 def _next_hidden(out: Floats, model: Any, hidden: Floats) -> None:
     """Writes the hidden states that the next forward reads, [n, joined]."""
-    if model.next_hidden == 0:
+    if model.next_hidden.weight == 0:
         hidden[: out.shape[0]] = out
         return
     wide = np.empty((out.shape[0], model.joined), np.float32)
-    multiply_packed(out, model.next_hidden, model.next_hidden_bias, wide, 0, 1)
+    multiply_by(model.next_hidden, out, wide, 0, 1)
     for r in range(out.shape[0]):
         narrow(wide[r], hidden[r])
 
@@ -166,5 +166,5 @@ def _store(
     flat_heads = heads.reshape((inputs.shape[0], num_heads * model.head_dim))
     for index in range(layers.shape[0]):
         layer = layers[index]
-        multiply_packed(inputs, layer.qkv, layer.qkv_bias, flat_heads, 0, 1)
+        multiply_by(layer.qkv, inputs, flat_heads, 0, 1)
         store_keys(model, layer, rows, lens, starts, query_lens, heads, inputs, 0, len(inputs))

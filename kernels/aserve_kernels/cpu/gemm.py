@@ -12,6 +12,7 @@ PERF: Qwen3-0.6B's layers in bfloat16, one thread of an AVX512-bf16 machine, GB/
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,7 +26,9 @@ from numba.extending import intrinsic, overload
 from torch import Tensor
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, widen
-from aserve_kernels.cpu.precompile import NO_REFCOUNT, cached_njit, compile_ahead
+from aserve_kernels.cpu.memory import array_at
+from aserve_kernels.cpu.precompile import NO_REFCOUNT, Callback, cached_njit, compile_ahead
+from aserve_kernels.cpu.product import FLOAT32_LIKE, LIKE, RECORD_LIKE, compile_product
 from aserve_kernels.cpu.simd import FLOAT32X16, INDEX, INT32X16, LANES, Intrinsic
 
 Int32s: TypeAlias = npt.NDArray[np.int32]
@@ -101,6 +104,26 @@ def compile_packed_linear(dtype: torch.dtype, num_workers: int = 1) -> None:
     rows, flat = types.Array(floats, 2, "C"), types.Array(floats, 1, "C")
     product = _multiply_alone if num_workers == 1 else _multiply
     compile_ahead(product, rows, flat, types.Array(types.float32, 1, "C"), rows, types.int64)
+    tiles_product(dtype)
+
+
+@cache
+def tiles_product(dtype: torch.dtype) -> Callback:
+    """Returns the product with a packed weight and inputs of this dtype."""
+    like = LIKE[dtype]
+
+    def multiply_tiles(
+        record: int, x: int, num_tokens: int, out: int, worker: int, num_workers: int
+    ) -> None:
+        layer = array_at(record, (1,), RECORD_LIKE)[0]
+        num_in, num_out = layer["num_in"], layer["num_out"]
+        packed = array_at(layer["weight"], (-(-num_out // OUTPUTS) * OUTPUTS * num_in,), like)
+        bias = array_at(layer["bias"], (num_out,), FLOAT32_LIKE)
+        inputs = array_at(x, (num_tokens, num_in), like)
+        wide = array_at(out, (num_tokens, num_out), FLOAT32_LIKE)
+        multiply(inputs, packed, bias, wide, worker, num_workers)
+
+    return compile_product(multiply_tiles)
 
 
 @cached_njit(parallel=True, nogil=True)

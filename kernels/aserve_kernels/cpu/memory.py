@@ -26,7 +26,7 @@ Like = TypeVar("Like", bound=npt.NDArray[Any])
 def array_at(address: int, shape: tuple[int, ...], like: Like) -> Like:
     """Returns a contiguous array of `shape` at `address`, with the dtype of `like`."""
     size_bytes = int(np.prod(shape)) * like.itemsize
-    memory = memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
+    memory = memoryview((ctypes.c_char * size_bytes).from_address(int(address))).cast("B")
     array: Like = np.ndarray(shape, like.dtype, memory)  # type: ignore[assignment]  # as `like`
     return array
 

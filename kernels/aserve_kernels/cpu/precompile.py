@@ -4,13 +4,14 @@ keeps them in an on-disk cache."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from numba import njit, types
+from numba import cfunc, njit, types
 from numba.core import config, event
 from numba.core.dispatcher import Dispatcher
 
@@ -25,6 +26,13 @@ NO_REFCOUNT: Mapping[str, Any] = {"_nrt": False}
 
 
 logger = logging.getLogger(__name__)
+
+
+class Callback(NamedTuple):
+    """A function for compiled code. Its address is valid as long as this object lives."""
+
+    address: int
+    function: Any
 
 
 def cached_njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -56,6 +64,19 @@ def compile_ahead(function: Any, *arguments: Any) -> None:
         except OSError as error:  # the kernel is compiled by then
             logger.warning("a compiled kernel cannot be kept for later starts: %s", error)
     function.disable_compile()
+
+
+def compile_callback(function: Callable[..., None], kind: Any, signature: Any) -> Callback:
+    """Compiles a function that compiled code calls as one of C, or reads it from the cache. `kind`
+    is its type in ctypes. With NUMBA_DISABLE_JIT=1 it is the plain function."""
+    name = function.__name__
+    if config.DISABLE_JIT:
+        callback = kind(function)
+        return Callback(ctypes.cast(callback, ctypes.c_void_p).value or 0, callback)
+    with _compile_lock(name), event.install_listener("numba:compile", _CompileLogger(name)):
+        compiled = cfunc(signature, cache=bool(config.CACHE_DIR))(function)
+    address: Any = compiled.address  # None only before it is compiled
+    return Callback(address, compiled)
 
 
 @contextlib.contextmanager

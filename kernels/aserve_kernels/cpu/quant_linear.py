@@ -11,6 +11,7 @@ rounded to the dtype of x, and multiplied as in gemm. Threads share the outputs.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -22,8 +23,11 @@ from torch.nn import functional
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, widened
 from aserve_kernels.cpu.gemm import OUTPUTS, multiply_blocks, outputs_of
-from aserve_kernels.cpu.precompile import NO_REFCOUNT, cached_njit, compile_ahead
+from aserve_kernels.cpu.memory import array_at
+from aserve_kernels.cpu.precompile import NO_REFCOUNT, Callback, cached_njit, compile_ahead
+from aserve_kernels.cpu.product import FLOAT32_LIKE, LIKE, RECORD_LIKE, compile_product
 from aserve_kernels.cpu.quant_codes import (
+    CODES_PER_WORD,
     Codes,
     decode_group,
     multiply_codes,
@@ -34,6 +38,7 @@ from aserve_kernels.cpu.quant_codes import (
 MAX_TILE_ROWS = 8
 MOST_AT_ONCE = 4  # rows that pass over the codes together
 NO_BIAS = np.zeros(OUTPUTS, np.float32)
+INT8_LIKE, INT32_LIKE = np.empty(0, np.int8), np.empty(0, np.int32)  # for `array_at`
 WIDE_ROWS = 256  # that are multiplied with a decoded block at a time
 
 
@@ -46,6 +51,10 @@ class QuantWeight(NamedTuple):
     num_in: int  # of the layer
     group: int  # inputs that share a scale
     per_group: int  # 2 with offsets, else 1
+
+    @property
+    def bits(self) -> int:
+        return 8 if self.codes.dtype == np.int8 else 4
 
     @property
     def num_groups(self) -> int:
@@ -113,24 +122,57 @@ def compile_quant_linear(dtype: torch.dtype, num_workers: int = 1, *, bits: int)
     fields = (codes, flat, flat, types.int64, types.int64, types.int64)
     weight = containers.NamedTuple(fields, QuantWeight)
     compile_ahead(product, rows, weight, rows, types.int64)
+    codes_product(dtype, bits)
+
+
+@cache
+def codes_product(dtype: torch.dtype, bits: int) -> Callback:
+    """Returns the product with a weight of 8 or 4 bits whose inputs are whole
+    groups, and inputs of this dtype."""
+    like, codes_like = LIKE[dtype], INT8_LIKE if bits == 8 else INT32_LIKE
+    per_word = 1 if bits == 8 else CODES_PER_WORD
+
+    def multiply_coded(
+        record: int, x: int, num_tokens: int, out: int, worker: int, num_workers: int
+    ) -> None:
+        layer = array_at(record, (1,), RECORD_LIKE)[0]
+        num_in, num_out = layer["num_in"], layer["num_out"]
+        num_codes = -(-num_out // OUTPUTS) * OUTPUTS * num_in
+        weight = QuantWeight(
+            array_at(layer["weight"], (num_codes // per_word,), codes_like),
+            array_at(
+                layer["factors"], (num_codes // layer["group"] * layer["per_group"],), FLOAT32_LIKE
+            ),
+            array_at(layer["bias"], (num_out,), FLOAT32_LIKE),
+            num_in,
+            layer["group"],
+            layer["per_group"],
+        )
+        inputs = array_at(x, (num_tokens, num_in), like)
+        wide = array_at(out, (num_tokens, num_out), FLOAT32_LIKE)
+        multiply_quantized(inputs, weight, wide, worker, num_workers)
+
+    return compile_product(multiply_coded)
 
 
 @cached_njit(parallel=True, nogil=True)
 def _multiply(x: Floats, weight: QuantWeight, out: Floats, num_workers: int) -> None:
     for worker in prange(num_workers):
-        _multiply_share(x, weight, out, worker, num_workers)
+        multiply_quantized(x, weight, out, worker, num_workers)
 
 
 @cached_njit(nogil=True)
 def _multiply_alone(x: Floats, weight: QuantWeight, out: Floats, num_workers: int) -> None:
     for worker in range(num_workers):
-        _multiply_share(x, weight, out, worker, num_workers)
+        multiply_quantized(x, weight, out, worker, num_workers)
 
 
 @njit(nogil=True)
-def _multiply_share(
+def multiply_quantized(
     x: Floats, weight: QuantWeight, out: Floats, worker: int, num_workers: int
 ) -> None:
+    """x [tokens, in, padded to whole groups], contiguous -> out [tokens, out], of any floating
+    dtype: a worker's share of the outputs, for all rows."""
     first, last = outputs_of(out.shape[1], worker, num_workers)
     num_rows, num_in = x.shape
     if num_rows > MAX_TILE_ROWS:

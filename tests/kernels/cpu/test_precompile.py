@@ -37,7 +37,7 @@ CHUNK = "test_chunk_attention.py::test_every_chunk_equals_the_reference"
 HEADS = "test_paged_attention.py::test_heads_of_every_width_equal_the_reference"
 PRODUCT = "test_gemm.py::test_every_shape_equals_the_reference"
 PLAIN = (
-    *("test_intrinsics.py", "test_quant_linear.py"),
+    *("test_intrinsics.py", "test_quant_linear.py", "test_product.py"),
     *(f"{PRODUCT}[torch.float32-34-1-2]", f"{PRODUCT}[torch.bfloat16-34-1-2]"),
     *(f"{HEADS}[1-torch.float32-1]", f"{HEADS}[32-torch.bfloat16-1]"),
     f"{CHUNK}[queries that fill no product-1]",

@@ -22,7 +22,7 @@ from aserve.gpu.device.cpu.model_records import (
     ModelRecords,
     are_layers_covered,
     describe_loras,
-    has_tiled_head,
+    has_packed_head,
     num_workers_of,
     ranks_of,
 )
@@ -67,7 +67,7 @@ class CompiledForward:
         self._state = state
         self._ranks = ranks_of(decoder)
         self._stage = decoder if isinstance(decoder, StagedDecoder) else None
-        self._can_draw = self._stage is None and has_tiled_head(decoder)
+        self._can_draw = self._stage is None and has_packed_head(decoder)
         self._team = TeamChoice(num_workers)
         self._num_layers = len(decoder.blocks)
         self._records = ModelRecords(decoder, state)

@@ -13,7 +13,7 @@ from aserve.gpu.device.cpu.model_records import (
     LayerStack,
     ModelRecords,
     are_layers_covered,
-    has_tiled_head,
+    has_packed_head,
     num_workers_of,
 )
 from aserve.gpu.device.fused_step import FusedRows
@@ -75,7 +75,7 @@ def make_compiled_draft(
         return None
     if state.draft_pools is None or state.draft_pools.dtype != model.dtype:
         return None
-    if not (has_tiled_head(model) and are_layers_covered(model, masks=(Mask.CAUSAL, Mask.NONE))):
+    if not (has_packed_head(model) and are_layers_covered(model, masks=(Mask.CAUSAL, Mask.NONE))):
         return None
     if num_workers_of(model) > 1:  # a compiled draft runs in one thread, and is too slow there
         return None

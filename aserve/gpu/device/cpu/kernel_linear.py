@@ -36,13 +36,18 @@ from aserve_kernels.cpu.quant_linear import (
 class TiledLinear:
     """Weights packed in the tiles of aserve_kernels.cpu.gemm. The fused decoder reads them too."""
 
-    __slots__ = ("bias", "num_workers", "packed")
+    __slots__ = ("bias", "num_in", "num_workers", "packed")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, num_workers: int = 1) -> None:
         """weight [out, in], in the model's dtype, bias [out]."""
+        self.num_in = weight.shape[1]
         self.num_workers = num_workers
         self.packed = pack(weight)
         self.bias = (torch.zeros(len(weight)) if bias is None else bias.float()).numpy()
+
+    @property
+    def num_out(self) -> int:
+        return len(self.bias)
 
     def __call__(self, x: Tensor, /) -> Tensor:
         return packed_linear(x, self.packed, self.bias, num_workers=self.num_workers)
@@ -91,13 +96,21 @@ PART = 4096  # outputs that are rounded at a time, which bounds the float32 copy
 
 class QuantLinear:
     """y = x W^T + b with weights of 8 bits, and a scale for each output, or of 4 bits, and a scale
-    and an offset for each group of inputs."""
+    and an offset for each group of inputs. The fused decoder reads them too."""
 
-    __slots__ = ("_num_workers", "_weight")
+    __slots__ = ("num_workers", "weight")
 
     def __init__(self, weight: QuantWeight, *, num_workers: int = 1) -> None:
-        self._weight = weight
-        self._num_workers = num_workers
+        self.weight = weight
+        self.num_workers = num_workers
+
+    @property
+    def num_in(self) -> int:
+        return self.weight.num_in
+
+    @property
+    def num_out(self) -> int:
+        return len(self.weight.bias)
 
     @classmethod
     def rounded(
@@ -111,7 +124,7 @@ class QuantLinear:
         return cls(packed, num_workers=num_workers)
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        return quant_linear(x, self._weight, num_workers=self._num_workers)
+        return quant_linear(x, self.weight, num_workers=self.num_workers)
 
 
 def rounded_to_8_bits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
-from aserve.gpu.device.cpu.kernel_linear import TiledLinear
+from aserve.gpu.device.cpu.kernel_linear import QuantLinear, TiledLinear
 from aserve.gpu.device.cpu.ops import CompiledNorm
 from aserve.gpu.kv.layer_groups import LayerSpec, Mask
 from aserve.gpu.layers.linear import LinearOp
@@ -39,15 +40,20 @@ from aserve_kernels.cpu.decoder_layers import (
     Records,
     Tables,
 )
+from aserve_kernels.cpu.gemm import tiles_product
 from aserve_kernels.cpu.host_rows import NO_WINDOW
 from aserve_kernels.cpu.online_softmax import fold_log2
+from aserve_kernels.cpu.product import NO_PRODUCT
+from aserve_kernels.cpu.quant_linear import codes_product
 from aserve_kernels.draft_chain import DRAFT_PROBS
 from aserve_kernels.row_columns import FLOAT_COLUMNS, INT_COLUMNS
 
 ACTIVATIONS: Mapping[str, int] = {"silu": SILU, "gelu": GELU, "gelu_pytorch_tanh": GELU_TANH}
 PLAIN_INPUTS = JoinedInputs()
 LayerStack: TypeAlias = Decoder | StagedDecoder | DraftDecoder
-Values: TypeAlias = Mapping[str, float]
+NO_FACTORS = np.empty(0, np.float32)
+Product: TypeAlias = tuple[int, ...]  # the fields of PRODUCT
+Values: TypeAlias = Mapping[str, float | Product]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +86,10 @@ def whole_of(model: LayerStack) -> Decoder | DraftDecoder:
     return model.decoder if isinstance(model, StagedDecoder) else model
 
 
-def has_tiled_head(model: CausalModel | DraftDecoder) -> bool:
+def has_packed_head(model: CausalModel | DraftDecoder) -> bool:
     """Whether the kernels can compute the logits."""
     head = head_of(model)
-    return head is not None and isinstance(_plain(head.product), TiledLinear)
+    return head is not None and _is_packed(head.product)
 
 
 def are_layers_covered(model: CausalModel | DraftDecoder, *, masks: tuple[Mask, ...]) -> bool:
@@ -94,13 +100,13 @@ def are_layers_covered(model: CausalModel | DraftDecoder, *, masks: tuple[Mask, 
     if isinstance(model, DraftDecoder):
         inputs = model.inputs or PLAIN_INPUTS
         products += [p for p in (inputs.projection, model.next_hidden) if p is not None]
-    are_tiled = all(isinstance(_plain(product), TiledLinear) for product in products)
+    are_packed = all(map(_is_packed, products))
     layers = [block.mixer.layer for block in model.blocks]
     shapes = {layer and (layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
     is_uniform = len(shapes) == 1 and len({layer and layer.mask for layer in layers}) == 1
     has_masks = all(layer is not None and _has_mask(layer, masks) for layer in layers)
     are_covered = all(map(_is_block_covered, model.blocks))
-    return are_tiled and is_uniform and has_masks and are_covered
+    return are_packed and is_uniform and has_masks and are_covered
 
 
 def ranks_of(model: LayerStack) -> SharedCollectives | None:
@@ -113,7 +119,7 @@ def ranks_of(model: LayerStack) -> SharedCollectives | None:
 
 def num_workers_of(model: LayerStack) -> int:
     """Returns how many threads share the products of a model that the kernels can run."""
-    return _tiled(_products(model.blocks[0])[0]).num_workers
+    return _packed(_products(model.blocks[0])[0]).num_workers
 
 
 def _has_mask(layer: LayerSpec, masks: tuple[Mask, ...]) -> bool:
@@ -125,18 +131,19 @@ def _is_block_covered(block: Block) -> bool:
     attention, mlp = block.mixer, block.mlp
     if not isinstance(attention, Attention) or not isinstance(mlp, GatedMlp):
         return False
-    are_tiled = all(isinstance(_plain(product), TiledLinear) for product in _products(block))
-    return are_tiled and attention.joint_norm is None and attention.sinks is None
+    are_packed = all(map(_is_packed, _products(block)))
+    return are_packed and attention.joint_norm is None and attention.sinks is None
 
 
 class ModelRecords:
     """Describes a model to the kernels. It keeps alive the tensors that only the records point to;
     the model keeps the others."""
 
-    __slots__ = ("_kept", "_state", "tables")
+    __slots__ = ("_dtype", "_kept", "_state", "tables")
 
     def __init__(self, model: LayerStack, state: DeviceState) -> None:
         """The KV pools of `state` are those of the model."""
+        self._dtype = model.dtype
         self._state = state
         self._kept: list[Tensor] = []
         layers = np.zeros(len(model.blocks), LAYER)
@@ -157,14 +164,14 @@ class ModelRecords:
         whole = whole_of(model)
         spec = whole.spec if isinstance(whole, Decoder) else None
         config = whole.config if isinstance(whole, DraftDecoder) else whole.spec.config
-        head = head_of(model) if has_tiled_head(model) else None
+        head = head_of(model) if has_packed_head(model) else None
         layer, table = model.blocks[0].mixer.layer, whole.rotaries[0].table
         begins = not isinstance(model, StagedDecoder) or model.is_first
         assert layer is not None
         return {
             "hidden": config.hidden_size,
             "inner": config.intermediate_size,
-            "vocab": 0 if head is None else len(_tiled(head.product).bias),
+            "vocab": 0 if head is None else _packed(head.product).num_out,
             "num_embeddings": len(whole.embeddings),
             "max_len": table.shape[0],
             "heads": layer.num_heads,
@@ -174,7 +181,7 @@ class ModelRecords:
             "activation": ACTIVATIONS[config.activation],
             "embeddings": whole.embeddings.data_ptr() if begins else 0,
             "first_norm": self._norm(model.first_norm),
-            **_product("head", None if head is None else head.product),
+            "head": self._product(None if head is None else head.product),
             "head_norm": 0 if head is None or head.norm is None else self._norm(head.norm),
             "stores_kv": layer.num_stored_heads > 0,
             "is_causal": layer.mask is Mask.CAUSAL,
@@ -196,8 +203,8 @@ class ModelRecords:
             "keeps_normed": inputs.keeps_normed,
             "embedding_norm": self._norm(inputs.embedding_norm),
             "hidden_norm": self._norm(inputs.hidden_norm),
-            **_product("projection", inputs.projection),
-            **_product("next_hidden", None if own is None else own.next_hidden),
+            "projection": self._product(inputs.projection),
+            "next_hidden": self._product(None if own is None else own.next_hidden),
             "token_ids": 0 if token_ids is None else token_ids.data_ptr(),
         }
 
@@ -210,10 +217,10 @@ class ModelRecords:
         factor, cap = fold_log2(layer.scale, layer.softcap)
         head_norms, after = attention.head_norms, block.before_next
         return {
-            **_product("qkv", attention.qkv),
-            **_product("out", attention.out),
-            **_product("gate_up", mlp.gate_up),
-            **_product("down", mlp.down),
+            "qkv": self._product(attention.qkv),
+            "out": self._product(attention.out),
+            "gate_up": self._product(mlp.gate_up),
+            "down": self._product(mlp.down),
             "head_norms": 0 if head_norms is None else head_norms.weight.data_ptr(),
             "after_attention": self._norm(block.after_attention),
             "before_mlp": self._norm_of_sum(block.before_mlp),
@@ -230,6 +237,20 @@ class ModelRecords:
             "cap": cap,
             "head_eps": 0.0 if head_norms is None else head_norms.eps,
         }
+
+    def _product(self, product: LinearOp | None) -> Product:
+        """Returns the fields of PRODUCT."""
+        if product is None:
+            return NO_PRODUCT
+        packed = _packed(product)
+        sizes = (packed.num_in, packed.num_out)
+        if isinstance(packed, TiledLinear):
+            arrays: tuple[npt.NDArray[Any], ...] = (packed.packed, packed.bias, NO_FACTORS)
+            return tiles_product(self._dtype).address, *map(_address, arrays), *sizes, 0, 0
+        weight = packed.weight
+        arrays = (weight.codes, weight.bias, weight.factors)
+        numbers = (*sizes, weight.group, weight.per_group)
+        return codes_product(self._dtype, weight.bits).address, *map(_address, arrays), *numbers
 
     def _norm(self, norm: Norm) -> int:
         """The address of a norm's weight in float32; 0 for no norm."""
@@ -318,17 +339,22 @@ def _own_part(product: LinearOp) -> LinearOp:
     return product.part if isinstance(product.ranks, SharedCollectives) else product
 
 
-def _tiled(product: LinearOp) -> TiledLinear:
+def _is_packed(product: LinearOp) -> bool:
+    """Whether the kernels can read the layer's weight: its inputs are whole groups."""
+    plain = _plain(product)
+    return isinstance(plain, TiledLinear) or (
+        isinstance(plain, QuantLinear) and not plain.weight.num_in % plain.weight.group
+    )
+
+
+def _packed(product: LinearOp) -> TiledLinear | QuantLinear:
     product = _plain(product)
-    assert isinstance(product, TiledLinear)
+    assert isinstance(product, TiledLinear | QuantLinear)
     return product
 
 
-def _product(name: str, product: LinearOp | None) -> dict[str, int]:
-    if product is None:
-        return {name: 0, f"{name}_bias": 0}
-    tiled = _tiled(product)
-    return {name: tiled.packed.ctypes.data, f"{name}_bias": tiled.bias.ctypes.data}
+def _address(array: npt.NDArray[Any]) -> int:
+    return array.ctypes.data
 
 
 def _column(name: str, table: Tensor, columns: tuple[str, ...]) -> dict[str, int]:
