@@ -1,5 +1,6 @@
 """kill -9 of each rank at random moments under 32 streams: all ranks are started again, and each
-stream goes on with the very same answer.
+stream goes on with the very same answer. Ranks are those of tensor parallelism, of a pipeline, of
+data parallel attention, and of expert parallelism.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import random
 import signal
 import time
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -17,6 +19,7 @@ import pytest
 from aserve.host.threads import in_thread
 from tests.e2e.server_process import ServerProcess
 from tests.e2e.test_engine_restarts import IS_LARGE, Crowd
+from tools.train_models.folder import MODELS_DIR, complete_folder
 
 logger = logging.getLogger(__name__)
 
@@ -24,16 +27,28 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 NUM_STREAMS = 32
 NUM_RANKS = 2
+LAYOUTS = {
+    "tensor": ("-tp", "2"),
+    "pipeline": ("-pp", "2"),
+    "data": ("--enable-dp-attention", "--data-parallel-size", "2"),
+    "expert": ("-ep", "2"),
+}
+EVERY_DAY = ("tensor", "pipeline")  # the others take no other way when a rank is lost
 NUM_KILLS = 100 if IS_LARGE else 1
 KILLS_PER_CROWD = 2  # a request with which the engine dies a third time in a row is ended
 
 
-async def test_killed_ranks_change_nothing_of_32_streams() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS if IS_LARGE else EVERY_DAY)
+async def test_killed_ranks_change_nothing_of_32_streams(layout: str, tmp_path: Path) -> None:
     rng = random.Random(int(os.environ.get("ASERVE_TEST_SEED", "0")))
     took_s: list[float] = []
     options = ("--dtype", "float64", "--processes", "2", "--max-engine-restarts", "1000")
-    ranks = ("-tp", str(NUM_RANKS), "--grammar-workers", "1")
+    ranks = (*LAYOUTS[layout], "--grammar-workers", "1")
+    if layout == "expert":
+        folder = complete_folder(MODELS_DIR / "moe", tmp_path / "model")
+        ranks = (*ranks, "--model", str(folder), "--served-model-name", "aserve-tiny")
     with ServerProcess(*options, *ranks) as server:
+        assert server.address, server.text
         async with aiohttp.ClientSession(server.address) as client:
             crowd = Crowd(client)
             whole = await asyncio.gather(*map(crowd.ask, range(NUM_STREAMS)))
@@ -53,7 +68,8 @@ async def test_killed_ranks_change_nothing_of_32_streams() -> None:
     assert code == 0, server.text
     assert "Traceback" not in server.text
     took_s.sort()
-    logger.info("recovery: median %.2f s, longest %.2f s", took_s[len(took_s) // 2], took_s[-1])
+    median_s, longest_s = took_s[len(took_s) // 2], took_s[-1]
+    logger.info("%s: recovery median %.2f s, longest %.2f s", layout, median_s, longest_s)
 
 
 async def killed(server: ServerProcess, crowd: Crowd, *, rank: int) -> float:
