@@ -775,8 +775,7 @@ class RouterOptions:
     )
     cache_threshold: float = option(
         0.3,
-        "cache_aware: least part of a prompt that must match; below it the least loaded replica "
-        "gets the request",
+        "cache_aware: least part of a prompt that must match; below it a hash chooses the replica",
         Limits(low=0, high=1),
     )
     balance_abs_threshold: int = option(

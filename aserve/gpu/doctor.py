@@ -14,6 +14,7 @@ import torch
 from aserve.config import cache_home
 from aserve.gpu.device.cpu.kernels import count_kernels
 from aserve.gpu.device.cpu.weights import read_isa
+from aserve.gpu.links import Links, describe_links, examine_links, link_advice
 from aserve.host.environment import installed_version, may_have_cuda
 from aserve.host.kernel_cache import kernel_cache
 from aserve.host.limits import (
@@ -63,6 +64,7 @@ class Findings:
     kernel_cache: Path | None
     num_compiled_kernels: int
     num_kernels: int
+    links: Links
 
 
 def examine() -> Findings:
@@ -90,6 +92,7 @@ def examine() -> Findings:
         kernel_cache=kernel_cache(),
         num_compiled_kernels=num_compiled,
         num_kernels=num_kernels,
+        links=examine_links(SHARED_FOLDER if os.access(SHARED_FOLDER, os.W_OK) else None),
     )
 
 
@@ -112,6 +115,7 @@ def report(found: Findings) -> Iterator[str]:
     limited = "no limit" if limit is None else f"a limit of {_gib(limit)}"
     yield f"  memory        {_gib(found.free_memory_bytes)} free, {limited} by control groups"
     yield f"  ranks         {_shared_words(found)}"
+    yield from (f"  {title:<13} {words}" for title, words in describe_links(found.links))
     yield f"  device        {_device_words(found)}"
     yield f"  kernels       {_kernel_words(found)}"
     hints = list(advice(found))
@@ -160,6 +164,7 @@ def advice(found: Findings) -> Iterator[str]:
             f"Only {_gib(found.free_memory_bytes)} of memory are free, and KV gets a quarter of "
             "it. More memory keeps more sequences and more cached prompts."
         )
+    yield from link_advice(found.links, found.shared_bytes)
 
 
 def _cpu_name() -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from aserve.config import RouterOptions
 from aserve.router.policies import POLICIES, Demand, Scene
@@ -34,6 +35,15 @@ class Replica:
     is_healthy: bool = False
     is_draining: bool = False
     is_removed: bool = False
+    seed: int = 0  # a hash of the name, of 64 bits
+
+    def __post_init__(self) -> None:
+        self.seed = int.from_bytes(blake2b(self.name.encode(), digest_size=8).digest())
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it gets new requests."""
+        return self.is_healthy and not (self.is_draining or self.is_removed)
 
     @property
     def load(self) -> int:
@@ -99,7 +109,7 @@ class Balancer:
         candidates = [
             replica
             for replica in self._replicas.values()
-            if replica.state == "healthy" and replica.name not in excluded
+            if replica.is_open and replica.name not in excluded
         ]
         if not candidates:
             return None

@@ -13,6 +13,9 @@ from typing import Protocol, TypeAlias
 from aserve.config import RouterOptions
 from aserve.router.prefixes import PrefixIndex
 
+MOST_LOAD = 1.25  # times the mean load, for a replica that is chosen by a hash
+MIX, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1  # an odd factor, whose high bits depend on all bits
+
 
 @dataclass(frozen=True, slots=True)
 class Demand:
@@ -33,6 +36,10 @@ class Candidate(Protocol):
 
     @property
     def load(self) -> int: ...
+
+    @property
+    def seed(self) -> int:
+        """A hash of the name, of 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,22 +81,37 @@ def cache_aware(demand: Demand, scene: Scene) -> str:
 
     The thresholds are those of SGLang's router. Loads differ too much when the highest exceeds the
     lowest by more than `balance_abs_threshold` and by the factor `balance_rel_threshold`; then the
-    least loaded replica is chosen. It is also chosen when the best match is no more than
-    `cache_threshold` of the prompt, where equal loads go to the replica with the fewest blocks.
+    least loaded replica is chosen. When the best match is no more than `cache_threshold` of the
+    prompt, so much of it has a home, which is the same for all routers.
     """
+    digests, options, index = demand.digests, scene.options, scene.index
     loads = [candidate.load for candidate in scene.candidates]
-    options = scene.options
-    if is_imbalanced(min(loads), max(loads), options) or not demand.digests:
+    if not digests or is_imbalanced(min(loads), max(loads), options):
         return least_load(demand, scene)
-    index = scene.index
-    best = max(
-        scene.candidates,
-        key=lambda each: (index.match_len(each.name, demand.digests), -each.load),
-    )
-    matched = index.match_len(best.name, demand.digests)
-    if matched > options.cache_threshold * len(demand.digests):
-        return best.name
-    return min(scene.candidates, key=lambda each: (each.load, index.num_blocks(each.name))).name
+    holders = index.holders(digests[0])
+    matches = [
+        (index.match_len(each.name, digests), -each.load, each.name)
+        for each in scene.candidates
+        if each.name in holders
+    ]
+    if matches:
+        matched, _, name = max(matches, key=lambda match: match[:2])
+        if matched > options.cache_threshold * len(digests):
+            return name
+    digest = digests[min(int(options.cache_threshold * len(digests)), len(digests) - 1)]
+    return _home(digest, scene.candidates, sum(loads) / len(loads))
+
+
+def _home(digest: bytes, candidates: Sequence[Candidate], mean_load: float) -> str:
+    """Chooses by rendezvous hashing with bounded loads, so that routers that do not hear of each
+    other send equal beginnings to the same replica. One that has more than its share is left out.
+
+    Source: https://arxiv.org/abs/1608.01350, whose bound is c times the mean load.
+    """
+    most = MOST_LOAD * mean_load + 1
+    key = int.from_bytes(digest)
+    free = [each for each in candidates if each.load <= most]
+    return max(free, key=lambda each: (each.seed ^ key) * MIX & MASK).name
 
 
 def is_imbalanced(low: int, high: int, options: RouterOptions) -> bool:

@@ -10,7 +10,7 @@ is bounded, and old prompts leave the estimate as they leave the replica's own c
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from hashlib import blake2b
 
 BLOCK_BYTES = 256
@@ -29,21 +29,28 @@ def block_digests(prompt: bytes) -> tuple[bytes, ...]:
     return tuple(digests)
 
 
+NOTHING: frozenset[str] = frozenset()
+
+
 class PrefixIndex:
     """`max_blocks` is the number of blocks that are remembered for one replica."""
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
         self._seen: dict[str, OrderedDict[bytes, None]] = {}
+        self._holders: dict[bytes, set[str]] = {}  # the replicas by block
 
     def num_blocks(self, replica: str) -> int:
         return len(self._seen.get(replica, ()))
 
+    def holders(self, digest: bytes) -> Set[str]:
+        """Returns the replicas that have computed a block."""
+        return self._holders.get(digest, NOTHING)
+
     def match_len(self, replica: str, digests: Sequence[bytes]) -> int:
         """Returns how many leading blocks of a prompt the replica has computed before."""
-        seen = self._seen.get(replica, OrderedDict[bytes, None]())
         for number, digest in enumerate(digests):
-            if digest not in seen:
+            if replica not in self._holders.get(digest, NOTHING):
                 return number
         return len(digests)
 
@@ -57,9 +64,17 @@ class PrefixIndex:
         for digest in reversed(digests):
             seen[digest] = None
             seen.move_to_end(digest)
+            self._holders.setdefault(digest, set()).add(replica)
         while len(seen) > self._max_blocks:
-            seen.popitem(last=False)
+            self._drop(replica, seen.popitem(last=False)[0])
 
     def forget(self, replica: str) -> None:
         """Forgets a replica that has ended: its cache is empty when it comes back."""
-        self._seen.pop(replica, None)
+        for digest in self._seen.pop(replica, ()):
+            self._drop(replica, digest)
+
+    def _drop(self, replica: str, digest: bytes) -> None:
+        holders = self._holders[digest]
+        holders.discard(replica)
+        if not holders:
+            del self._holders[digest]

@@ -15,9 +15,12 @@ from aserve.cli import main
 from aserve.config import cache_home
 from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.doctor import PACKAGES, CudaDevice, Findings, advice, examine, report
+from aserve.gpu.links import Links
 from aserve.gpu.models.registry import FAMILIES
 from aserve.gpu.supported import backend_rows, family_rows
 
+LINKS = Links(None, None, 0, (), shared_rate=5.0, loopback_rate=2.0)
+GPUS = Links("2.28", "1.0", 2, (), shared_rate=5.0, loopback_rate=2.0)
 GPU = CudaDevice("NVIDIA H200", 139 << 30)
 GOOD = Findings(
     versions=dict.fromkeys(PACKAGES, "1.0"),
@@ -39,6 +42,7 @@ GOOD = Findings(
     kernel_cache=cache_home() / "aserve" / "kernels-1",
     num_compiled_kernels=17,
     num_kernels=17,
+    links=LINKS,
 )
 
 
@@ -62,6 +66,12 @@ def without(package: str) -> dict[str, str | None]:
             {"cuda_devices": (GPU,), "versions": without("flashinfer-python")},
             "FlashInfer is not installed",
         ),
+        ({"shared_bytes": 64 << 20}, "Only 64 MiB of shared memory"),
+        ({"links": replace(LINKS, shared_rate=0.2)}, "shared memory run at 0.2 GiB/s"),
+        ({"links": replace(LINKS, loopback_rate=0.1)}, "loopback interface carries 0.1 GiB/s"),
+        ({"links": replace(GPUS, apart=((0, 1),))}, "GPUs 0 and 1 cannot read"),
+        ({"links": replace(GPUS, nccl=None)}, "without NCCL"),
+        ({"links": replace(GPUS, nixl=None)}, "NIXL is not installed"),
     ],
 )
 def test_each_finding_that_costs_speed_has_one_advice(changes: dict[str, Any], words: str) -> None:
@@ -80,7 +90,8 @@ def test_a_good_machine_gets_no_advice_and_a_gpu_none_about_the_cpu() -> None:
 
 def test_what_is_found_on_this_machine_is_told_line_by_line() -> None:
     shown = "\n".join(report(examine()))
-    for word in (*PACKAGES, "CPU", "memory", "device", "instructions"):
+    own = ("CPU", "memory", "device", "instructions", "NCCL", "NIXL", "shared memory", "loopback")
+    for word in (*PACKAGES, *own):
         assert word in shown
 
 

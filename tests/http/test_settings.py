@@ -68,7 +68,8 @@ async def test_a_change_makes_the_next_version_and_the_scheduler_follows_it(
         assert await settings(server) == (200, changed)
         async with server.client.get("/server_info") as answer:
             info = await answer.json()
-        assert (info["settings"], info["max_queued_requests"]) == (changed, 7)
+        found = (info["settings"], info["max_queued_requests"], info["dp_size"])
+        assert found == (changed, 7, 1)
         assert logging.getLogger().level == logging.ERROR
         other = PROMPT | {"prompt": "b" * 40}  # of which nothing is cached
         async with server.client.post("/v1/completions", json=other) as answer:

@@ -71,6 +71,23 @@ def test_a_match_counts_only_above_the_cache_threshold(shared: int, is_kept: boo
     assert (balancer.pick(Demand(block_digests(mixed))) == first) == is_kept
 
 
+def test_routers_that_do_not_know_each_other_send_a_prefix_to_one_replica() -> None:
+    """A home that has more than its share is left out, and one that leaves moves its own alone."""
+    first, second, fewer = ready(), ready(), Balancer(RouterOptions(), "ab")
+    for name in "ab":
+        fewer.probed(name, load=0)
+    prompts = [Demand(block_digests(f"{number:>300}".encode() * 2)) for number in range(60)]
+    homes = [first.pick(prompt) for prompt in prompts]
+    assert [second.pick(prompt) for prompt in prompts] == homes
+    assert min(Counter(homes).values()) > 10
+    moved = [
+        home for home, prompt in zip(homes, prompts, strict=True) if fewer.pick(prompt) != home
+    ]
+    assert set(moved) == {"c"}
+    second.probed(str(homes[0]), load=8)
+    assert second.pick(prompts[0]) != homes[0]
+
+
 def test_a_session_stays_and_a_leaving_replica_moves_only_its_own() -> None:
     balancer = ready("session")
     before = {key: balancer.pick(Demand(session=key)) for key in map(str, range(60))}

@@ -117,7 +117,9 @@ class BalancedDispatcher:
         if self._num_forwards == self._interval:
             self._rebalance()
         self._num_forwards += 1
-        self._loads += torch.bincount(routed.experts.flatten(), minlength=len(self._loads))
+        # Data-parallel ranks pad their tokens with zeros, which no token's normed input is.
+        experts = routed.experts[x.any(dim=1)]
+        self._loads += torch.bincount(experts.flatten(), minlength=len(self._loads))
         return self._inner.start(x, Routed(self._turns(routed.experts), routed.weights))
 
     def _rebalance(self) -> None:

@@ -82,7 +82,7 @@ class GroupCollectives:
         self.rank, self.num_ranks = place.rank, place.num_ranks
         self._patience = patience
         try:
-            self._group = cast(_Group, gloo_group(place))
+            self._group = gloo_group(place)
         except RuntimeError as error:
             raise RankLost(f"the ranks did not meet: {error}") from error
 
@@ -119,15 +119,19 @@ class Work(Protocol):
     def wait(self) -> bool: ...
 
 
-class _Group(Protocol):
+class ProcessGroup(Protocol):
     """Types the part of torch's process groups that is used; their stubs have no collectives."""
 
     def allgather(
         self, every: list[list[Tensor]], own: list[Tensor], options: AllgatherOptions, /
     ) -> Work: ...
 
+    def alltoall_base(
+        self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int], /
+    ) -> Work: ...
 
-def gloo_group(place: Coordinates, *, name: str = "sums") -> object:
+
+def gloo_group(place: Coordinates, *, name: str = "sums") -> ProcessGroup:
     """Meets the other ranks on the loopback interface. Groups of different names are apart."""
     size = place.num_ranks
     store = FileStore(f"{place.store}-{name}", size)
@@ -135,4 +139,4 @@ def gloo_group(place: Coordinates, *, name: str = "sums") -> object:
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in the stub
     options._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK)]
     options._timeout = timedelta(seconds=COLLECTIVE_S)
-    return ProcessGroupGloo(store, place.rank, size, options)
+    return cast(ProcessGroup, ProcessGroupGloo(store, place.rank, size, options))

@@ -9,28 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
-from aserve.gpu.parallel.collectives import Work, gloo_group
+from aserve.gpu.parallel.collectives import ProcessGroup, Work, gloo_group
 from aserve.parallel.topology import Coordinates, RankLost
 
 Part = tuple[Tensor, ...]
 
 
-class AllToAll(Protocol):
-    """Types the part of torch's process groups that is used; their stubs have no collectives."""
-
-    def alltoall_base(
-        self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int], /
-    ) -> Work: ...
-
-
-def all_to_all_of(place: Coordinates) -> AllToAll:
+def all_to_all_of(place: Coordinates) -> ProcessGroup:
     """Meets the other ranks, in a group beside that of their sums."""
-    return cast(AllToAll, gloo_group(place, name="experts"))
+    return gloo_group(place, name="experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +42,7 @@ class GroupExchange:
     ranks; else all tensors of a part have as many rows as its first one.
     """
 
-    group: AllToAll
+    group: ProcessGroup
     place: Coordinates
     has_fixed_shapes: bool
 

@@ -11,8 +11,8 @@ from aserve.gpu.moe.dispatch import Dispatcher
 from aserve.gpu.moe.layer import ExpertMlp, GatedExperts
 from aserve.gpu.moe.two_batches import expert_layers
 from aserve.gpu.parallel.balancer import BalancedDispatcher, ExpertMoves
-from aserve.gpu.parallel.collectives import ALONE, Collectives
-from aserve.gpu.parallel.exchange import AllToAll, GroupExchange, all_to_all_of
+from aserve.gpu.parallel.collectives import ALONE, Collectives, ProcessGroup
+from aserve.gpu.parallel.exchange import GroupExchange, all_to_all_of
 from aserve.gpu.parallel.replicated_tokens import SlicedDispatcher, SummedDispatcher
 from aserve.gpu.parallel.source import PlacedExperts
 from aserve.gpu.weights.source import ExpertPart
@@ -34,7 +34,7 @@ class ExpertRanks:
     part: ExpertPart
     backend: str
     interval: int | None  # forwards between two placements of the experts; None: they stay
-    group: AllToAll | None  # where rows travel
+    group: ProcessGroup | None  # where rows travel
 
     def place_experts(self, model: CausalModel) -> None:
         """Connects the experts of a model that was built for `part`. Raises ConfigError for a
@@ -62,7 +62,7 @@ class ExpertRanks:
             moves=ExpertMoves(self._exchange(self.group, has_fixed_shapes=False), _placed(mlp)),
         )
 
-    def _exchange(self, group: AllToAll, *, has_fixed_shapes: bool) -> GroupExchange:
+    def _exchange(self, group: ProcessGroup, *, has_fixed_shapes: bool) -> GroupExchange:
         return GroupExchange(group, self.place, has_fixed_shapes)
 
     def _dispatcher_of_slots(self, num_slots: int) -> Dispatcher:

@@ -80,6 +80,7 @@ async def server_info(_: web.Request, context: HttpContext) -> web.Response:
             "max_running_requests": spec.max_rows,
             "max_queued_requests": spec.max_waiting,
             "max_batched_tokens": spec.max_batched_tokens,
+            "dp_size": spec.dp_size,
         }
         if spec.hot_bytes_per_row:
             sizes["hisparse_bytes_per_request"] = spec.hot_bytes_per_row

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from torch import Tensor
 from aserve.errors import ConfigError
 from aserve.gpu.models.base import CausalModel
 from aserve.gpu.models.decoder import Decoder
+from aserve.gpu.moe.dispatch import LocalDispatcher
+from aserve.gpu.moe.routing import Routed
 from aserve.gpu.moe.two_batches import expert_layers
-from aserve.gpu.parallel.balancer import BalancedDispatcher
+from aserve.gpu.parallel.balancer import BalancedDispatcher, ExpertMoves
 from aserve.gpu.parallel.collectives import ALONE, GroupCollectives
 from aserve.gpu.parallel.exchange import GroupExchange, all_to_all_of
 from aserve.gpu.parallel.experts import MAX_LOW_LATENCY_TOKENS, ExpertRanks, expert_ranks
@@ -95,6 +98,17 @@ def test_ranks_compute_what_one_with_all_experts_does(
     for got in zip(expected, *on_ranks(num_ranks, tmp_path / "store", run), strict=True):
         torch.testing.assert_close(got[1], got[0], atol=1e-12, rtol=1e-12)
         assert all(torch.equal(each, got[1]) for each in got[2:])
+
+
+def test_padding_is_no_load() -> None:
+    """Data-parallel ranks pad their tokens with zeros, which are routed like all others."""
+    balancer = BalancedDispatcher(
+        LocalDispatcher(4), range(4), num_experts=4, interval=9, moves=Mock(spec=ExpertMoves)
+    )
+    x = torch.zeros(5, HIDDEN)
+    x[1], x[3, 2] = 1.0, -0.5
+    balancer.start(x, Routed(torch.tensor([[0, 1]] * 3 + [[1, 3]] * 2), torch.ones(5, 2)))
+    assert balancer._loads.tolist() == [1, 2, 0, 1, 0]
 
 
 @pytest.mark.parametrize("backend", BACKENDS[:2])
