@@ -24,6 +24,8 @@ MODEL = "aserve-tiny"
 TIMEOUT_S = 900.0  # Schemathesis makes 12,000 requests, in 5 minutes on two busy cores
 # What pip and npm do not bring. Without it the client is left out.
 PROGRAMS = {"promtool_client.py": "promtool"}
+# Packages of which a program needs few dependencies or none.
+WITHOUT_DEPENDENCIES = {"vllm_bench_client.py": "vllm", "sglang_bench_client.py": "sglang"}
 # The program of each client, with what pip or npm installs for it.
 CLIENTS: dict[str, tuple[str, ...]] = {
     "anthropic_sdk.py": ("anthropic",),
@@ -41,7 +43,11 @@ CLIENTS: dict[str, tuple[str, ...]] = {
     ),
     "lm_eval_client.py": ("lm-eval[api]",),
     "inspect_client.py": ("inspect-ai", "openai"),
-    "vllm_bench_client.py": ("--no-deps", "vllm"),  # for a program that needs none of them
+    "vllm_bench_client.py": (),
+    "sglang_bench_client.py": (
+        *("aiohttp", "msgspec", "numpy", "orjson", "requests", "tqdm", "transformers", "jinja2"),
+        *("pyzmq", "psutil", "pybase64", "pillow"),
+    ),
     "open_webui_calls.py": (),
     "promtool_client.py": (),
     "openai_node.mjs": ("openai",),
@@ -58,9 +64,11 @@ def run_python(name: str, *arguments: str) -> int:
     ready = home / "ready"
     if not ready.exists():
         venv.create(home, clear=True, with_pip=True)
+        install = [str(python), "-m", "pip", "install", "--quiet"]
+        if name in WITHOUT_DEPENDENCIES:
+            subprocess.run([*install, "--no-deps", WITHOUT_DEPENDENCIES[name]], check=True)
         if CLIENTS[name]:
-            install = [str(python), "-m", "pip", "install", "--quiet", *CLIENTS[name]]
-            subprocess.run(install, check=True)
+            subprocess.run([*install, *CLIENTS[name]], check=True)
         ready.touch()
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     program = [str(python), str(HERE / name), *arguments]
