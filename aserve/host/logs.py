@@ -6,23 +6,30 @@ key as a field, with its value as a number where it is one.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import re
+import signal
 import sys
 from datetime import UTC, datetime
 
+STDERR = 2  # the file descriptor
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 PLACEHOLDER = re.compile(r"(?:(\w+)=)?%(?:%|[-+ #0-9.]*[a-zA-Z])")
 
 
 def start_logging(level: str, log_format: str = "text") -> None:
-    """Logs from `level` on, which is debug, info, warning or error."""
+    """Logs from `level` on, which is debug, info, warning or error. The stacks of all threads are
+    written at SIGUSR2, and when a signal such as SIGSEGV ends the process.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         JsonFormatter() if log_format == "json" else logging.Formatter(TEXT_FORMAT)
     )
     logging.basicConfig(level=level.upper(), handlers=[handler])
+    faulthandler.enable(file=STDERR)
+    faulthandler.register(signal.SIGUSR2, file=STDERR)
 
 
 class JsonFormatter(logging.Formatter):

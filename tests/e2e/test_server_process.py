@@ -51,6 +51,8 @@ def test_a_signal_of_the_terminal_drains_both_processes_and_the_recording_replay
     with ServerProcess(*options) as server:
         with server.post("/v1/completions", LONG | {"max_tokens": 30}) as answer:
             assert json.loads(answer.read())["usage"]["completion_tokens"] == 30
+        for process in (server.process.pid, server.engine_pid):
+            os.kill(process, signal.SIGUSR2)
         with server.post("/v1/completions", LONG | {"stream": True}) as answer:
             assert answer.readline().startswith(b"data: ")
             for number in (signal.SIGINT, signal.SIGHUP):
@@ -61,6 +63,7 @@ def test_a_signal_of_the_terminal_drains_both_processes_and_the_recording_replay
     assert code == 0, server.text
     assert took_s < 25, "it did not wait for more than the drain's limit"
     assert "Traceback" not in server.text
+    assert server.text.count("Current thread") == 2
     lines = run("replay", str(recording)).stdout.splitlines()
     ticks = lines[-1].removeprefix("replayed ticks=").partition(" ")[0]
     assert int(ticks) > 30
