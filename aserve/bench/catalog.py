@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from aserve.bench.options import (
     AdmissionOptions,
     ClusterSimOptions,
+    DisaggBenchOptions,
     FairnessOptions,
     GroupedOptions,
     HostileOptions,
@@ -56,6 +57,11 @@ BENCHES: Mapping[str, Bench] = {
         "Clusters of up to 512 devices in virtual time, with real schedulers and balancers.",
         ClusterSimOptions,
         "aserve.bench.cluster_sim",
+    ),
+    "disagg": Bench(
+        "Prefill and decode in two servers beside one: added TTFT, transfer rates, regularity.",
+        DisaggBenchOptions,
+        "aserve.bench.disagg",
     ),
     "fairness": Bench(
         "The delay that a flood from one client causes to others. The device only sleeps.",

@@ -140,6 +140,22 @@ class RouteOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class DisaggBenchOptions:
+    transfer_mib: int = option(512, "bytes that each carrier brings, in MiB", Limits(low=1))
+    carriers: str = option(
+        "tcp,shm", "carriers to measure: tcp, shm, nixl", Limits(metavar="NAME,NAME,...")
+    )
+    repeats: int = option(5, "repeats of each transfer; the best is shown", Limits(low=1))
+    prompts: int = option(20, "prompts to one and to two servers; 0: no servers", Limits(low=0))
+    prompt_len: int = option(1000, "tokens of a prompt", Limits(low=2))
+    streams: int = option(4, "running streams while long prompts arrive", Limits(low=1))
+    output_len: int = option(400, "tokens of such a stream", Limits(low=2))
+    server_options: str = option(
+        "", "options of all servers, such as a model, in one text", Limits(metavar="TEXT")
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ReportOptions:
     results: str = option(
         "scaling.json",

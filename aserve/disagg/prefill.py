@@ -93,6 +93,7 @@ class _Transfer:
     spans: SentSpans
     num_bytes: int = 0  # on their way or there
     carrier: str = "none"
+    is_over: bool = False  # the peer has gone, and the request is being cancelled
     parts: queue.SimpleQueue[_Part | str | None] = field(default_factory=queue.SimpleQueue)
 
 
@@ -143,11 +144,14 @@ class KvSender(Actor[None]):
         self._outlets.close()
 
     def owns(self, request_id: str) -> bool:
+        """Returns whether a request is that of a transfer, up to its Retired or Refused."""
         return request_id in self._transfers
 
     def send(self, effect: ReceiveKv | SendKv | StreamKv | Retired | Refused) -> None:
         transfer = self._transfers.get(effect.request_id)
         if transfer is None or isinstance(effect, ReceiveKv):
+            return
+        if transfer.is_over and isinstance(effect, SendKv | StreamKv):
             return
         if isinstance(effect, SendKv):
             self._read(transfer, effect.pages, effect.num_tokens)
@@ -206,7 +210,8 @@ class KvSender(Actor[None]):
             seconds = time.monotonic() - began_s
             self._report(KvTransferred("sent", outcome, carrier, num_bytes, seconds))
             for transfer in transfers:
-                if self._transfers.pop(transfer.request_id, None) is not None:
+                if transfer.request_id in self._transfers:
+                    transfer.is_over = True
                     self._events.send(Cancel(transfer.request_id, None, 0, "cancelled"))
 
     def _talk(self, connection: Connection, begin: Callable[[Fetch], _Transfer]) -> None:

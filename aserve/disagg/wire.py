@@ -7,7 +7,7 @@ nothing else to send, so that a peer which says nothing for IDLE_S is known to b
 
 A message is its length (4 bytes, little-endian) and msgpack. The bytes of a Block follow, or lie in
 the memory of the prefill side until the decode side answers with Taken. Every Block has a checksum
-(CRC-32), because a changed byte would change the answer and nothing else.
+(carriers.py), because a changed byte would change the answer and nothing else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-VERSION = 3
+VERSION = 4
 CONNECT_S = 5.0
 IDLE_S = 10.0
 WAITING_S = 1.0  # between two signs of life

@@ -77,6 +77,7 @@ def test_a_user_error_is_one_line_and_exit_code_2(
 # A server in two processes shows what one in this process does, but for how it is launched.
 PROCESSES = "1,2" if os.environ.get("ASERVE_TEST_PROFILE") == "large" else "2"
 SMALL_RUNS = {
+    "disagg": ("--transfer-mib", "4", "--repeats", "1", "--prompts", "0"),
     "grouped": (
         *("--tokens", "1,3", "--experts", "4", "--top-k", "2", "--hidden", "16"),
         *("--intermediate", "32", "--repeats", "2", "--dtype", "float32"),
@@ -96,6 +97,7 @@ SMALL_RUNS = {
     ),
 }
 SERIES = {
+    "disagg": "rates",
     "grouped": "us",
     "host-step": "rows",
     "relay": "idle",

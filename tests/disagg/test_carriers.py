@@ -12,10 +12,19 @@ import threading
 from collections.abc import Callable, Iterator
 
 import msgspec
+import numpy as np
 import pytest
 
 from aserve.disagg.arena import HEAD_BYTES, Arena, open_shared
-from aserve.disagg.carriers import Inlet, Inlets, Outlet, Outlets, SharedInlet, receive_values
+from aserve.disagg.carriers import (
+    Inlet,
+    Inlets,
+    Outlet,
+    Outlets,
+    SharedInlet,
+    checksum,
+    receive_values,
+)
 from aserve.disagg.wire import (
     Block,
     Carrier,
@@ -145,6 +154,24 @@ def test_a_carrier_that_was_not_offered_cannot_be_chosen(backend: str, carrier: 
         there.send(Choice(carrier))
         with pytest.raises(TransferError, match="it is not offered"):
             Outlets(backend).open(here)
+
+
+@pytest.mark.parametrize("size", [0, 7, 4096, 12_299])
+def test_a_checksum_sees_each_bit_and_the_order(size: int) -> None:
+    values = np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8)
+    seen = {checksum(values.data), checksum(bytes(size + 1))}  # type: ignore[arg-type]  # bytes
+    for at in {0, size // 2, size - 1} if size else ():
+        values[at] ^= 1
+        seen.add(checksum(values.data))
+    rows = values[: size // 4096 * 4096].view(np.uint64).reshape(-1, 512)
+    orders = (rows[::-1], rows[:, ::-1]) if len(rows) else ()
+    for order in orders[2 - min(len(rows), 2) :]:
+        seen.add(
+            checksum(
+                np.concatenate([order.copy().view(np.uint8).ravel(), values[rows.nbytes :]]).data
+            )
+        )
+    assert len(seen) == 2 + (3 if size else 0) + min(len(rows), 2)
 
 
 OWNER = """

@@ -24,7 +24,7 @@ from aserve.disagg.arena import NUM_SLOTS
 from aserve.disagg.carriers import Inlets, Outlet, Outlets
 from aserve.disagg.connect import fingerprint, open_transfers
 from aserve.disagg.decode import KvReceiver
-from aserve.disagg.prefill import KvSender, Peers, listen
+from aserve.disagg.prefill import KvSender, Peers, WithoutTransfers, listen
 from aserve.disagg.wire import Block, Connection, Failed, Fetch
 from aserve.errors import ConfigError, StepError
 from aserve.messages.base import array_i32, pack_i32
@@ -423,7 +423,7 @@ async def test_a_peer_that_failed_is_left_alone_for_a_while(
         ({"key": "another"}, "--disaggregation-key is another one here"),
         ({"model": "b"}, "differ in their model: a model here, b there"),
         ({"geometry": "g"}, "differ in their KV: toy here, g there"),
-        ({"version": 9}, "differ in their protocol: 3 here, 9 there"),
+        ({"version": 9}, "differ in their protocol: 4 here, 9 there"),
         ({"first": 2}, "nothing to send from token 2 on of a prompt of 3"),
         ({"first": -1}, "nothing to send from token -1 on of a prompt of 3"),
     ],
@@ -432,7 +432,7 @@ async def test_a_fetch_that_does_not_fit_is_refused(
     prefill: Prefill, change: dict[str, Any], reason: str
 ) -> None:
     fields: dict[str, Any] = {
-        "version": 3,
+        "version": 4,
         "key": "secret",
         "model": "a model",
         "geometry": "toy",
@@ -460,6 +460,12 @@ async def test_a_request_that_ends_on_the_decode_side_ends_on_both(prefill: Pref
         await decode.failure()
         assert decode.outcomes() == [("cancelled", 0)]
         assert await prefill.events.next() == Cancel(request.request_id, None, 0, "cancelled")
+        port = WithoutTransfers(Texts(), prefill.actor)
+        reads, end = prefill.access.num_reads, Retired(request.request_id, 0, "cancelled", 0)
+        prefill.compute(request, 4)
+        assert prefill.access.num_reads == reads  # nobody wants it any more
+        port.send(end)  # no client hears of it
+        prefill.actor.send(end)
         assert not prefill.actor.owns(request.request_id)
 
 

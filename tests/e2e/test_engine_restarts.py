@@ -60,8 +60,12 @@ class Crowd:
         self.num_events = 0
         self.has_read = asyncio.Event()
 
+    def call(self, number: int) -> tuple[str, dict[str, Any]]:
+        """Path and body."""
+        return KINDS[number % len(KINDS)]
+
     async def ask(self, number: int) -> dict[str, Any]:
-        path, body = KINDS[number % len(KINDS)]
+        path, body = self.call(number)
         more = {"model": "aserve-tiny", "seed": number, "stream": True}
         more |= {"stream_options": {"include_usage": True}}
         async with self._client.post(path, json={"max_tokens": 32} | body | more) as answer:
