@@ -249,9 +249,9 @@ async def test_tool_choice_none_forbids_the_tokens_of_calls(echo: EchoEngine) ->
     await message_of(echo, "a", tool_choice="none", bad_words=["no"])
     await message_of(echo, "a")
     banned, free = echo.scheduler.admitted
-    markers = bad_word_ids(["<|tool_call|>"], TOKENIZER)
+    markers = bad_word_ids(["<|tool_call|>", "<|/tool_call|>"], TOKENIZER)
     assert set(markers) < set(banned.bad_word_ids)
-    assert [len(marker) for marker in markers] == [1]
+    assert [len(marker) for marker in markers] == [1, 1]
     assert not free.bad_word_ids
 
 

@@ -208,8 +208,8 @@ def _banned_openings(options: ReasoningOptions, parsers: ParserNames) -> tuple[s
 
 
 def _call_markers(parser: str | None) -> tuple[str, ...]:
-    """Returns the special tokens with which calls begin."""
-    if parser is None:
-        return ()
-    family = TOOL_PARSERS[parser]
-    return tuple(text for text in family.begins if text in family.markers)
+    """Returns the special tokens of calls. WHY all: a model that may not begin a call may still
+    write the rest of it.
+    """
+    family = None if parser is None else TOOL_PARSERS[parser]
+    return () if family is None or family.has_reasoning else family.markers
