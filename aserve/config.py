@@ -189,6 +189,12 @@ class KvOptions:
         "servers with the same model; turns --enable-hierarchical-cache on",
         Limits(metavar="PATH|URL", is_secret=True),
     )
+    hicache_storage_size: float | None = option(
+        None,
+        "GiB of files in the directory of --hicache-storage, those of other models and servers "
+        "included; beyond that the least recently used ones are deleted",
+        Limits(low=0),
+    )
     enable_hisparse: bool = option(
         False,
         "keep the KV of a model with sparse attention in the host's memory, and what it reads most "

@@ -131,7 +131,9 @@ def _files(resolved: Resolved, access: KvAccess, layout: PageLayout) -> PageFile
     )
     name = blake2b(repr(same).encode(), digest_size=16).hexdigest()
     logger.info("pages are kept in %s/%s", place, name)
-    return PageFiles(open_folder(place, name), page_bytes=layout.page_bytes)
+    size = resolved.kv.hicache_storage_size
+    max_bytes = None if size is None else int(size * GIB)
+    return PageFiles(open_folder(place, name, max_bytes), page_bytes=layout.page_bytes)
 
 
 def _check(spec: EngineSpec, resolved: Resolved) -> None:

@@ -67,6 +67,7 @@ class FileTier:
     async def stop(self) -> None:
         """Waits for the file that is being written, if the store is not too slow for that."""
         loop = asyncio.get_running_loop()
+        self._files.close()
         ended: asyncio.Future[None] = loop.create_future()
         with contextlib.suppress(queue.Empty):
             while True:

@@ -19,6 +19,7 @@ import numpy as np
 
 from aserve.errors import ConfigError
 from aserve.tiers.page_layout import ArrayU8
+from aserve.tiers.storage_limit import StorageLimit
 
 MAGIC = b"aserve-kv 1\n"
 HEAD_BYTES = len(MAGIC) + 4
@@ -33,17 +34,24 @@ class Folder(Protocol):
 
     def has(self, name: str) -> bool: ...
 
+    def close(self) -> None: ...
+
 
 class LocalFolder:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, limit: StorageLimit | None = None) -> None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path = path
+        self._limit = limit
+        if limit is not None:
+            limit.start()
 
     def read(self, name: str) -> bytes | None:
         try:
-            return (self._path / name).read_bytes()
+            data = (self._path / name).read_bytes()
+            os.utime(self._path / name)  # the time of its last use
         except FileNotFoundError:
             return None
+        return data
 
     def write(self, name: str, data: bytes) -> None:
         path = self._path / name
@@ -55,9 +63,15 @@ class LocalFolder:
         finally:
             with contextlib.suppress(FileNotFoundError):
                 part.unlink()
+        if self._limit is not None:
+            self._limit.note(len(data))
 
     def has(self, name: str) -> bool:
         return (self._path / name).exists()
+
+    def close(self) -> None:
+        if self._limit is not None:
+            self._limit.close()
 
 
 class RemoteFolder:
@@ -95,6 +109,9 @@ class RemoteFolder:
         with _as_os_error():
             return bool(self._files.exists(f"{self._path}/{name}"))
 
+    def close(self) -> None:
+        pass
+
 
 @contextlib.contextmanager
 def _as_os_error() -> Iterator[None]:
@@ -107,12 +124,20 @@ def _as_os_error() -> Iterator[None]:
         raise OSError(f"the store failed: {error!r}") from error
 
 
-def open_folder(place: str, name: str) -> Folder:
-    """Opens the folder `name` in a directory or below a URL. Raises ConfigError."""
+def open_folder(place: str, name: str, max_bytes: int | None = None) -> Folder:
+    """Opens the folder `name` in a directory or below a URL. All folders of a directory share its
+    `max_bytes`. Raises ConfigError.
+    """
     if "://" in place:
+        if max_bytes is not None:
+            raise ConfigError(
+                "--hicache-storage-size is for a directory; give a store behind a URL a rule that "
+                "deletes old objects"
+            )
         return RemoteFolder(f"{place.rstrip('/')}/{name}")
+    limit = None if max_bytes is None else StorageLimit(Path(place), max_bytes)
     try:
-        return LocalFolder(Path(place) / name)
+        return LocalFolder(Path(place) / name, limit)
     except OSError as error:
         raise ConfigError(f"--hicache-storage {place}: {error}") from None
 
@@ -121,6 +146,9 @@ class PageFiles:
     def __init__(self, folder: Folder, *, page_bytes: int) -> None:
         self.page_bytes = page_bytes
         self._folder = folder
+
+    def close(self) -> None:
+        self._folder.close()
 
     def write(self, key: bytes, page: ArrayU8) -> None:
         data = page.tobytes()
