@@ -52,7 +52,7 @@ class SamplingParams(Record, frozen=True):
     only the prompt is computed. `include_stop_str_in_output` keeps the stop string or stop token in
     the text. `kept_special_tokens` are not skipped with the others, because a parser of
     the output reads them. `return_token_ids` returns the ids of the output and of the prompt. If
-    `allowed_token_ids` is not empty, only these and the end tokens are sampled.
+    `allowed_token_ids` is not empty, only these are sampled, as in vLLM.
     """
 
     seed: int

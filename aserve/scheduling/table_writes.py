@@ -49,7 +49,7 @@ def row_init(sequence: Sequence) -> RowInit:
         logit_bias=sampling.logit_bias,
         num_logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
         raw_logprobs=sampling.raw_logprobs,
-        allowed_ids=sampling.allowed_token_ids and sampling.allowed_token_ids + sequence.end_ids,
+        allowed_ids=sampling.allowed_token_ids,
         bad_word_ids=sequence.bad_word_ids,
         num_prompt_logprobs=_num_prompt_logprobs(sequence),
         lora_slot=sequence.lora_slot,

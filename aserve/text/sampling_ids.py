@@ -38,7 +38,7 @@ def check_can_sample(
     if sampling.min_tokens:
         banned.update(ends)
     allowed = sampling.allowed_token_ids
-    num_left = len({*allowed, *ends} - banned) if allowed else limits.vocab_size - len(banned)
+    num_left = len({*allowed} - banned) if allowed else limits.vocab_size - len(banned)
     if num_left < 1:
         raise InvalidRequest(
             "nothing could be sampled: all allowed tokens are bad words, or would end the output "

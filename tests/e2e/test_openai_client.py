@@ -323,3 +323,15 @@ async def test_reasoning_is_an_item_of_a_response_and_part_of_the_next_turn(
     by_items = await client.responses.create(input=items, **fields)
     by_id = await client.responses.create(input=[QUESTION], previous_response_id=first.id, **fields)
     assert by_items.output_text == by_id.output_text
+
+
+async def test_only_the_allowed_tokens_are_sampled_and_no_end(client: AsyncOpenAI) -> None:
+    extra = {"allowed_token_ids": [300], "return_token_ids": True}
+    answer = await client.completions.create(
+        model="aserve-tiny",
+        prompt="Once upon a time",
+        max_tokens=5,
+        temperature=0,
+        extra_body=extra,
+    )
+    assert answer.choices[0].model_dump()["token_ids"] == [300] * 5

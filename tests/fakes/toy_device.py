@@ -314,7 +314,7 @@ def _row_init(request: AdmitRequest, child: int) -> RowInit:
         min_len=prompt_len + min_tokens_of(sampling),
         end_ids=request.end_ids,
         num_logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
-        allowed_ids=sampling.allowed_token_ids and sampling.allowed_token_ids + request.end_ids,
+        allowed_ids=sampling.allowed_token_ids,
         bad_word_ids=request.bad_word_ids,
         embeds=request.embeds,
         namespace=request.namespace,

@@ -191,7 +191,7 @@ ONLY_A = {"allowed_token_ids": (A,)}
         (ONLY_A | {"bad_words": ("A",), "ignore_eos": True}, "bad_words"),
         (ONLY_A | {"bad_words": ("BA", "A"), "min_tokens": 1}, "bad_words"),
         ({"allowed_token_ids": TOKENIZER.eos_ids, "min_tokens": 1}, "allowed_token_ids"),
-        (ONLY_A | {"bad_words": ("A",)}, None),
+        (ONLY_A | {"bad_words": ("A",)}, "bad_words"),
         ({"allowed_token_ids": (A, B), "bad_words": ("A",), "min_tokens": 1}, None),
         (ONLY_A | {"min_tokens": 1}, None),
     ],
