@@ -12,6 +12,9 @@ INCOME_PARTS = 128
 MAX_WINDOWS = 32
 MAX_PARTS = 8  # of a plain step, which is the least that a window of all rows counts
 ATTEMPT_WINDOWS = 3
+# WHY: the first windows may wait for something else, and their account would be overdrawn before it
+# has gained anything. So it begins with more windows, if these cost next to nothing.
+FIRST_WINDOWS, FIRST_US = 8, 3_000.0
 
 
 @dataclass(slots=True)
@@ -36,7 +39,8 @@ class Accounts:
             for num in (num_rows, 1)
         )
         attempt_us = ATTEMPT_WINDOWS * first
-        beginning = Account(full + attempt_us, attempt_us)
+        more_us = min(FIRST_WINDOWS * full, FIRST_US)
+        beginning = Account(full + attempt_us + more_us, attempt_us)
         account = self._by_bits.setdefault(num_rows.bit_length(), beginning)
         account.window_us = max(full, float(times.plain[num_rows]) / MAX_PARTS)
         account.balance_us = min(account.balance_us, MAX_WINDOWS * account.window_us)

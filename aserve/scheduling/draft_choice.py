@@ -30,9 +30,9 @@ Written here: `num_cut`, `num_skipped`, `num_missed`, `match_level`, `accepted`,
 # it takes longer than a plain one, and its accepted tokens are credited with what they are worth to
 # the rows that are there (step_times.py). Each plain step credits 1 / INCOME_PARTS of its time. No
 # row drafts while the account is overdrawn. It begins with what a window of all rows and an attempt
-# of one cost, and never has more than MAX_WINDOWS of the first. So whatever the estimates are,
-# speculation loses no more than what it begins with, that part of the time, and what it has gained
-# before.
+# of one cost, and a few milliseconds, and never has more than MAX_WINDOWS of the first. So whatever
+# the estimates are, speculation loses no more than what it begins with, that part of the time, and
+# what it has gained before.
 #
 # Times. Results tell how long their steps took, those of all steps with drafts and of some plain
 # ones. This corrects the times that were measured, and the account. Where all steps draft, there is

@@ -213,6 +213,7 @@ def test_no_batch_is_slower_than_with_plain_decoding(
     factors: tuple[float, ...], num_drafts: int, plain: tuple[float, ...], num_rows: int
 ) -> None:
     """All rows wait for the windows of some, and the last of rows that are alike for its luck."""
+    plain = tuple(1e3 * time for time in plain)
     windows = tuple(factor * time for factor, time in zip(factors, plain, strict=True))
     followed = tuple(1.1 * time for time in plain)
     firsts = tuple(0.95 * time + 0.05 * all_ for time, all_ in zip(followed, windows, strict=True))
@@ -240,6 +241,14 @@ def test_times_that_were_measured_wrongly_are_corrected_by_the_steps(
     simulation = Simulation(step_times(4, 2.4), num_rows, slowness=slowness)
     simulation.run(200, lambda _row, _num: 0.8)
     assert simulation.run(1000, lambda _row, _num: 0.8) > gain
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_drafting_outlasts_first_windows_that_were_slow_and_rejected(num_rows: int) -> None:
+    simulation = Simulation(step_times(4, 1.5), num_rows, slowness=3.0)
+    simulation.run(3, lambda _row, _num: 0.0)
+    simulation.slowness = 1.0
+    assert simulation.run(40, lambda _row, _num: 0.9) > 1.8
 
 
 def test_rows_whose_text_changes_stop_and_begin_again() -> None:
