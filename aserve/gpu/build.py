@@ -283,7 +283,9 @@ def assemble(
     """Builds an executor around loaded models. `about` describes the weights if there is more to
     say than their dtype. `live_loader` has the adapters that the model was built with."""
     if options.hisparse is not None:
-        refuse_beside_hisparse(has_draft_model=drafter is not None, two_batches=options.two_batches)
+        refuse_beside_hisparse(
+            () if drafter is None else drafter.layers, two_batches=options.two_batches
+        )
     live_loader = live_loader or LiveLoader(model)
     ops = device.ops(model.dtype, is_deterministic=options.deterministic)
     pooled = model if isinstance(model, PooledModel) else generating(model)
@@ -581,8 +583,11 @@ def _allocate(parts: _Parts, spec: EngineSpec, kv_dtype: torch.dtype) -> DeviceS
         ),
     )
     if shape is not None and isinstance(pools, HostKvPools):
-        layout = _layout(parts, parts.groups[0], kv_dtype)
-        pools.open(HotRows(pools.layers, shape, device.zeros, host_memory(device).copy), layout)
+        pools.open(
+            HotRows(pools.layers, shape, device.zeros, host_memory(device).copy),
+            _layout(parts, parts.groups[0], kv_dtype),
+            KvOps(device.zeros, ops.rope_and_store_kv),
+        )
     draft_pools = None
     if parts.drafter is not None:
         draft_dtype = kv_dtype_of(parts.options.kv_dtype, parts.drafter.dtype)

@@ -160,7 +160,7 @@ def traces(draw: st.DrawFn) -> Trace:
     window = draw(st.sampled_from([None, 6]))
     is_plain = draw(st.booleans())
     mode = draw(st.sampled_from(sorted(MODES)))
-    is_latent = window is None and mode not in DRAFT_MODELS and draw(st.booleans())
+    is_latent = window is None and draw(st.booleans())
     is_sparse = is_latent and "tree" not in mode and draw(st.booleans())
     needs_reference = is_latent or "tree" in mode
     top_k = draw(st.sampled_from([3, 5, 9])) if is_sparse else 0

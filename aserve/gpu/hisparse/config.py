@@ -55,12 +55,12 @@ class HiSparseConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return size
 
 
-def refuse_beside_hisparse(*, has_draft_model: bool, two_batches: bool) -> None:
-    """Raises ConfigError for what would have KV of its own, or would begin two forwards at once."""
-    if has_draft_model:
+def refuse_beside_hisparse(draft_layers: tuple[LayerSpec, ...], *, two_batches: bool) -> None:
+    """Raises ConfigError for what would read the host's KV, or would begin two forwards at once."""
+    if any(layer.kv_layer is not None for layer in draft_layers):
         raise ConfigError(
-            "--enable-hisparse does not support a draft model; use --speculative-algorithm NGRAM, "
-            "or leave one of the two out",
+            "--enable-hisparse does not support a drafter that reads the model's KV; use another "
+            "--speculative-algorithm, or leave one of the two out",
             param="enable_hisparse",
         )
     if two_batches:

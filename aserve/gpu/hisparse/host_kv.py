@@ -17,7 +17,7 @@ from aserve.cache.layout import GroupLayout
 from aserve.gpu.hisparse.hot_rows import NOWHERE, HotRows
 from aserve.gpu.hisparse.memory import KIB, MIB, row_bytes
 from aserve.gpu.kv.layer_groups import LayerSpec
-from aserve.gpu.kv.pools import KvPools, LayerKv
+from aserve.gpu.kv.pools import KvOps, KvPools, LayerKv
 from aserve.gpu.kv.store import to_kv_dtype
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.messages.executor import EngineSpec
@@ -64,8 +64,10 @@ class HostKvPools(KvPools):
 
     __slots__ = ("_layout", "backup", "hot")
 
-    def open(self, hot: HotRows, layout: GroupLayout) -> None:
+    def open(self, hot: HotRows, layout: GroupLayout, ops: KvOps) -> None:
+        """`ops` allocate the pools of a drafter, which are the device's."""
         self._layout = layout
+        self._ops = ops
         self.hot = hot
         self.backup = Backup(hot)
 

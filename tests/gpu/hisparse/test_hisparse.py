@@ -8,10 +8,12 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from aserve.cache.layout import GroupLayout
 from aserve.errors import ConfigError
@@ -22,10 +24,13 @@ from aserve.gpu.hisparse.host_kv import Backup, HostKvPools
 from aserve.gpu.hisparse.hot_rows import NOWHERE, HotRows, HotShape, copy_rows
 from aserve.gpu.hisparse.memory import HostMemory, kv_budget
 from aserve.gpu.kv.pools import KvPools
+from aserve.gpu.spec.base import AFTER_NORM
+from aserve.gpu.spec.mode import Speculative
+from aserve.gpu.spec.multi_layer import MultiLayer
 from aserve.messages.base import array_i32
 from tests.fakes.graph_device import GraphDevice
 from tests.fakes.hash_model import HashModel
-from tests.fakes.hidden_draft import HiddenModules
+from tests.fakes.hidden_draft import HiddenModules, pool_kv, text_of
 from tests.gpu.device_tables import make_pools
 from tests.gpu.drive import Served, captured, make_executor, request, serve
 from tests.gpu.plain_engine import plain_tokens
@@ -199,8 +204,8 @@ def test_settings_that_cannot_be_are_refused(text: str, message: str) -> None:
         (lambda: make_executor(HashModel(), hisparse=HiSparseConfig()), "with sparse attention"),
         (lambda: run(HiSparseConfig(), two_batches=True), "does not support --enable-two-batch"),
         (
-            lambda: make_executor(MODEL, hisparse=HiSparseConfig(), drafter=HiddenModules(2)),
-            "a draft",
+            lambda: make_executor(MODEL, hisparse=HiSparseConfig(), drafter=ReadingDraft()),
+            "a drafter that reads the model's KV",
         ),
     ],
 )
@@ -209,6 +214,40 @@ def test_b29_what_hisparse_cannot_be_beside_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+class ReadingDraft(HiddenModules):
+    """It has no KV, and reads that of the model's first layer."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.layers = (msgspec.structs.replace(self.layers[0], index=7, kv_layer=0),)
+
+
+def test_a_drafter_has_its_kv_on_the_device_whatever_is_in_the_hosts_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, in_host = CpuDevice(), list[Tensor]()
+
+    def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        in_host.append(device.zeros(shape, dtype))
+        return in_host[-1]
+
+    memory = HostMemory(zeros, copy_rows, is_shared=True)
+    monkeypatch.setattr("aserve.gpu.build.host_memory", lambda _device: memory)
+    found: list[Any] = []
+    for config in (None, HiSparseConfig(device_buffer_size=TOP_K)):
+        modules = HiddenModules(3)
+        mode = Speculative(MultiLayer(modules.modules, hidden_size=32, wants=AFTER_NORM))
+        executor = make_executor(
+            MODEL, mode=mode, drafter=modules, attention="torch-ref", hisparse=config
+        )
+        served = serve(executor, ASKED[:1])
+        found.append((served.outputs, len(served.batches)))
+        found.append(pool_kv(executor, text_of(ASKED[0], served)))
+        assert served.outputs == plain_tokens(ASKED[:1], MODEL)
+    torch.testing.assert_close(found[:2], found[2:], rtol=0, atol=0)
+    assert [tuple(each.shape) for each in in_host] == [tuple(pools_of(executor)._keys[0].shape)]
 
 
 LAYOUT = GroupLayout("full", None, 2, 1, 576, 2, is_latent=True, index_bytes_per_token=512)
