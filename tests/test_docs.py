@@ -97,8 +97,9 @@ def test_the_table_of_families_is_generated_from_their_registry() -> None:
         ("--comparison", str(FIGURES / "engines.json")),
         ("--comparison", str(FIGURES / "speculation.json")),
         ("--results", str(FIGURES / "scaling.json")),
+        ("--results", str(FIGURES / "cluster.json")),
     ],
-    ids=("engines", "speculation", "scaling"),
+    ids=("engines", "speculation", "scaling", "cluster"),
 )
 def test_the_pictures_show_the_figures_beside_them(
     arguments: tuple[str, str], tmp_path: Path, capsys: Captured

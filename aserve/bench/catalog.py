@@ -22,6 +22,7 @@ from aserve.bench.options import (
     OfflineOptions,
     OneBatchOptions,
     OverlapSimOptions,
+    ParallelOptions,
     RelayOptions,
     ReportOptions,
     RouteOptions,
@@ -110,6 +111,12 @@ BENCHES: Mapping[str, Bench] = {
         "The share of time in which the host keeps the device busy. The device only sleeps.",
         OverlapSimOptions,
         "aserve.bench.overlap_sim",
+    ),
+    "parallel": Bench(
+        "Decoding by ranks, and by stages, relative to one process with as many threads.",
+        ParallelOptions,
+        "aserve.bench.parallel",
+        takes_engine=True,
     ),
     "relay": Bench(
         "The time from a step's event on the device to its awaited token on the loop.",

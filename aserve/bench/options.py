@@ -124,6 +124,14 @@ class TwoBatchesOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class ParallelOptions:
+    ranks: int = option(2, "ranks, or stages, that share the threads", Limits(low=2, high=16))
+    rows: str = option("1,8,32", "sequences that decode together, one measurement each", LIST)
+    output_len: int = option(32, "tokens of each answer", Limits(low=3))
+    repeats: int = option(5, "repeats of each engine, in turns", Limits(low=1))
+
+
+@dataclass(frozen=True, slots=True)
 class RelayOptions:
     rows: int = option(8, "sequences that decode together", Limits(low=1, high=256))
     steps: int = option(200, "measured steps of a repeat", Limits(low=1, high=900))
