@@ -81,13 +81,16 @@ def _measure(
         num_rows: {name: [] for name in engines} for num_rows in counts
     }
     orders = [*engines], [*engines][::-1]
-    with progress(TITLE, (repeats + 1) * len(counts) * len(engines)) as done:
-        for repeat in range(repeats + 1):
-            for num_rows in counts:
-                for name in orders[repeat % 2]:
-                    run = engines[name].run(Turn(num_rows, repeat))
-                    found[num_rows][name].append(run)
-                    done()
+    turns = [
+        (Turn(num_rows, repeat), name)
+        for repeat in range(repeats + 1)
+        for num_rows in counts
+        for name in orders[repeat % 2]
+    ]
+    with progress(TITLE, len(turns)) as done:
+        for turn, name in turns:
+            found[turn.num_rows][name].append(engines[name].run(turn))
+            done()
     return found
 
 
