@@ -79,7 +79,10 @@ def compiled(model: CausalModel) -> tuple[CompiledForward, KvPools]:
 
 def outputs_of(model: CausalModel) -> list[Tensor]:
     """The hidden states of each forward."""
-    forward, pools = compiled(model)
+    return run_all(*compiled(model))
+
+
+def run_all(forward: CompiledForward, pools: KvPools) -> list[Tensor]:
     with torch.inference_mode():
         batches = [ForwardBatch.init_new(device_batch(*spans), pools) for spans in SPANS]
         return [forward.run(batch) for batch in batches]
@@ -89,8 +92,9 @@ def test_all_ranks_have_the_same_bits_which_are_near_those_of_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared, "BUFFER_BYTES", SMALL_BUFFER)
-    ranks = connected(tmp_path / "store", Patience())
-    found = on_ranks(lambda rank: outputs_of(model_of(ranks=ranks[rank])))
+    ranks = connected(tmp_path / "store", Patience(5.0))
+    parts_of = [compiled(model_of(ranks=each)) for each in ranks]
+    found = on_ranks(lambda rank: run_all(*parts_of[rank]))
     for one, *parts in zip(outputs_of(model_of()), *found, strict=True):
         assert torch.equal(*parts)
         assert torch.allclose(parts[0], one, rtol=1e-4, atol=1e-4)
