@@ -93,8 +93,9 @@ def test_all_ranks_have_the_same_bits_which_are_near_those_of_one(
 ) -> None:
     monkeypatch.setattr(shared, "BUFFER_BYTES", SMALL_BUFFER)
     ranks = connected(tmp_path / "store", Patience(5.0))
-    parts_of = [compiled(model_of(ranks=each)) for each in ranks]
-    found = on_ranks(lambda rank: run_all(*parts_of[rank]))
+    models = [model_of(ranks=each) for each in ranks]  # which the records of forwards point to
+    forwards = [compiled(model) for model in models]
+    found = on_ranks(lambda rank: run_all(*forwards[rank]))
     for one, *parts in zip(outputs_of(model_of()), *found, strict=True):
         assert torch.equal(*parts)
         assert torch.allclose(parts[0], one, rtol=1e-4, atol=1e-4)
@@ -131,7 +132,8 @@ def test_sums_in_the_kernel_and_in_torch_may_follow_each_other(tmp_path: Path) -
 def test_a_lost_rank_ends_the_forward(has_ended: bool, tmp_path: Path) -> None:
     patience = Patience()
     ranks = connected(tmp_path / "store", patience)
-    forward, pools = compiled(model_of(ranks=ranks[0]))
+    model = model_of(ranks=ranks[0])
+    forward, pools = compiled(model)
     patience.seconds = 600.0 if has_ended else 0.1
     if has_ended:
         del ranks[1]
