@@ -48,6 +48,11 @@ class ModelOptions:
         "default: the bundled model",
         Limits(metavar="MODEL", aliases=("model-path",)),
     )
+    tokenizer: str | None = option(
+        None,
+        "a directory with the tokenizer and the chat template, where they are not the model's own",
+        Limits(metavar="DIR", aliases=("tokenizer-path",)),
+    )
     load_format: str = option(
         "auto",
         "auto reads the checkpoint; dummy makes random weights from config.json alone",
@@ -226,7 +231,7 @@ class SchedulerOptions:
     max_num_batched_tokens: int | None = option(
         None,
         "tokens in one step; longer prompts run in chunks; default: 8192 on a GPU, else 2048",
-        Limits(low=1, high=1 << 20, aliases=("chunked-prefill-size",)),
+        Limits(low=1, high=1 << 20, aliases=("chunked-prefill-size", "max-prefill-tokens")),
     )
     max_mixed_prefill_tokens: int | None = option(
         None,
@@ -665,6 +670,12 @@ class ServerOptions:
         "names, separated by commas, that requests may have as Host; *: any; default: local names "
         "if --host is a loopback address, else any",
         Limits(metavar="NAMES", is_list=True, group=ACCESS),
+    )
+    root_path: str | None = option(
+        None,
+        "the path under which a proxy serves this server, and which it takes away from requests; "
+        "/openapi.json names it",
+        Limits(metavar="PATH", group=ACCESS),
     )
     allowed_origins: str | None = option(
         None,

@@ -123,23 +123,27 @@ def settings(*words: str) -> dict[str, Any]:
                 "--disable-cuda-graph --max-running-requests 7 "
                 "--chunked-prefill-size 512 --disable-radix-cache "
                 "--random-seed 3 --sampling-defaults openai --schedule-policy fcfs --tp-size 1 "
-                "--tp 1 --max-queued-requests 5 --enable-metrics --enable-deterministic-inference"
+                "--tp 1 --max-queued-requests 5 --enable-metrics --enable-deterministic-inference "
+                "--tokenizer-path t --cuda-graph-bs 1 8 4 --root-path /x"
             ),
             (
                 "--model org/m --max-model-len 99 --gpu-memory-utilization 0.5 --eager "
                 "--max-num-seqs 7 --max-num-batched-tokens 512 --no-prefix-cache --seed 3 "
-                "--generation-config none --max-queue 5 --deterministic"
+                "--generation-config none --max-queue 5 --deterministic --tokenizer t "
+                "--cuda-graph-max-bs 8 --root-path /x"
             ),
         ),
         (
             (
                 "serve --enable-log-requests --log-requests-format json --log-requests-level=3 "
                 "--stream-response-default-include-usage --structured-outputs-config.backend auto "
-                "--api-server-count 3 --disable-overlap-schedule"
+                "--api-server-count 3 --disable-overlap-schedule --schedule-policy lpm "
+                "--max-prefill-tokens 512 --cudagraph-capture-sizes [1,8,4]"
             ),
             (
                 "serve --frontends 3 --log-requests --log-format json --log-requests-level 3 "
-                "--enable-force-include-usage --overlap-depth 1"
+                "--enable-force-include-usage --overlap-depth 1 --max-num-batched-tokens 512 "
+                "--cuda-graph-max-bs 8"
             ),
         ),
     ],
@@ -169,8 +173,9 @@ def test_a_flag_for_what_aserve_cannot_do_says_what_is_possible(
         for value, sets in foreign.values.items():
             shown = settings(flag, value)
             assert {name: str(shown[name]).lower() for name in sets} == sets
-        line = complaint(capsys, "serve", flag, "17")
-        assert line.startswith(f"aserve: error: {flag} 17: ")
+        wrong = "few" if foreign.takes_many else "17"
+        line = complaint(capsys, "serve", flag, wrong)
+        assert line.startswith(f"aserve: error: {flag} {wrong}: ")
         assert foreign.about in line
     assert not {name.replace("-", "_") for name in foreign.names} & names
 

@@ -60,14 +60,20 @@ SAMPLES: Mapping[type[types.Type], Any] = {
 class ApiDescription:
     """The document for the routes that a server has, made when it is first asked for."""
 
-    def __init__(self, routes: Sequence[Route], *, version: str, has_keys: bool) -> None:
+    def __init__(
+        self, routes: Sequence[Route], *, version: str, has_keys: bool, root_path: str
+    ) -> None:
         self._routes = routes
         self._version = version
         self._has_keys = has_keys
+        self._root_path = root_path
 
     @functools.cached_property
     def json(self) -> bytes:
-        return msgspec.json.encode(describe(self._routes, self._version, has_keys=self._has_keys))
+        document = describe(self._routes, self._version, has_keys=self._has_keys)
+        if self._root_path:
+            document["servers"] = [{"url": self._root_path}]
+        return msgspec.json.encode(document)
 
 
 DESCRIPTION = web.AppKey("description", ApiDescription)

@@ -105,7 +105,12 @@ def create_app(context: HttpContext) -> web.Application:
     app[INTAKE] = Intake(context)
     app[ABORTS] = Aborts(context.gateway, context.calls)
     app[HOSTS] = AllowedHosts(options)
-    app[DESCRIPTION] = ApiDescription(routes, version=version(), has_keys=has_keys(options))
+    app[DESCRIPTION] = ApiDescription(
+        routes,
+        version=version(),
+        has_keys=has_keys(options),
+        root_path=options.root_path or "",
+    )
     for part in (websocket, streams, batches):
         part.set_up(app, context)
     handlers = {handler_of(route, context): route for route in routes}

@@ -26,8 +26,8 @@ NOTHING: Settings = {}
 class ForeignFlag:
     """`values` are the accepted ones, with the options that each sets; a switch has none, but the
     options that it `sets` itself. An empty `values` of a flag that `takes_value` accepts no value
-    at all. `read` returns the options of a value that is not one of a few. A switch that
-    `is_refused` ends the start.
+    at all. `read` returns the options of a value that is not one of a few; one that `takes_many`
+    gets them joined by blanks. A switch that `is_refused` ends the start.
     """
 
     names: tuple[str, ...]
@@ -37,6 +37,7 @@ class ForeignFlag:
     sets: Settings = field(default_factory=dict)
     read: Callable[[str], Settings] | None = None
     is_refused: bool = False
+    takes_many: bool = False
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -84,18 +85,24 @@ def read_structured_outputs_config(value: str) -> Settings:
     return {"reasoning_parser": str(parser)} if parser else NOTHING
 
 
+def read_graph_sizes(value: str) -> Settings:
+    """Returns the option for sizes between blanks or commas, also as a list of JSON. Raises
+    ValueError."""
+    sizes = value.strip("[] ").replace(",", " ").split()
+    if not sizes or not all(size.isdecimal() for size in sizes):
+        raise ValueError("it is not a list of numbers, such as 1 2 4 8")
+    return {"cuda_graph_max_bs": str(max(map(int, sizes)))}
+
+
 ONE = {"1": NOTHING}
 ONE_DEVICE = "aserve runs a model on one device"
 FOREIGN_FLAGS = (
     ForeignFlag(("nnodes",), ONE_DEVICE, ONE),
     ForeignFlag(
-        ("tokenizer", "tokenizer-path"), "the tokenizer is that of the model's directory; use MODEL"
-    ),
-    ForeignFlag(
         ("scheduling-policy", "schedule-policy"),
-        "clients take turns, and each is served first come, first served; priority also allows "
-        "the field `priority`",
-        {"fcfs": NOTHING, "priority": {"enable_priority_scheduling": "true"}},
+        "clients take turns, and each is served first come, first served, whatever prefixes are "
+        "cached; priority also allows the field `priority`",
+        {"fcfs": NOTHING, "lpm": NOTHING, "priority": {"enable_priority_scheduling": "true"}},
     ),
     ForeignFlag(
         ("sampling-defaults",),
@@ -116,11 +123,9 @@ FOREIGN_FLAGS = (
     ),
     ForeignFlag(
         ("cudagraph-capture-sizes", "cuda-graph-bs"),
-        "shapes follow from --cuda-graph-max-bs, and are captured when they are first needed",
-    ),
-    ForeignFlag(
-        ("max-prefill-tokens",),
-        "one budget holds for the prompts and rows of a step: --max-num-batched-tokens",
+        "the largest of them is --cuda-graph-max-bs; the sizes below it follow from it",
+        read=read_graph_sizes,
+        takes_many=True,
     ),
     ForeignFlag(("max-total-tokens",), "--num-pages has the size of the KV cache, in pages"),
     ForeignFlag(("max-logprobs",), "a request may have 20 alternatives per token", {"20": NOTHING}),
@@ -172,7 +177,6 @@ FOREIGN_FLAGS = (
         ("ssl-cert-reqs",), "--ssl-ca-certs requires certificates of clients", {"2": NOTHING}
     ),
     ForeignFlag(("response-role",), "answers are the assistant's", {"assistant": NOTHING}),
-    ForeignFlag(("root-path",), "let the proxy in front of the server strip the path"),
     ForeignFlag(
         ("download-dir", "revision", "tokenizer-revision"),
         "a hub model is found by Hugging Face's client: HF_HOME has the folder, and a directory "
@@ -302,7 +306,7 @@ def add_foreign_flags(parser: argparse.ArgumentParser, taken: set[str]) -> None:
         parser.add_argument(
             *flags,
             action=_Accept,
-            nargs=None if foreign.takes_value else 0,
+            nargs="+" if foreign.takes_many else None if foreign.takes_value else 0,
             const=foreign,
             dest=foreign.names[0].replace("-", "_"),
             default=argparse.SUPPRESS,
@@ -324,6 +328,9 @@ class _Accept(argparse.Action):
         assert isinstance(foreign, ForeignFlag)
         if foreign.is_refused:
             raise ConfigError(f"{option_string}: not supported: {foreign.about}")
+        if foreign.takes_many:
+            assert isinstance(values, list)
+            values = " ".join(values)
         settings = foreign.values.get(str(values)) if foreign.takes_value else foreign.sets
         if foreign.read is not None:
             try:
@@ -349,6 +356,6 @@ def foreign_rows() -> Iterator[tuple[str, str, str]]:
         flags = ", ".join(f"`{flag}`" for flag in foreign.flags)
         values = ", ".join(f"`{value}`" for value in foreign.values)
         if foreign.read is not None:
-            values = "JSON"
+            values = "numbers" if foreign.takes_many else "JSON"
         is_switch = not (foreign.takes_value or foreign.is_refused)
         yield flags, values or ("switch" if is_switch else "none"), foreign.about

@@ -33,15 +33,17 @@ class Digests:
     def __init__(self) -> None:
         self._known: dict[tuple[str, int, int], str] = {}
 
-    def of(self, folder: Path, *, has_weights: bool = True) -> ModelDigest:
+    def of(
+        self, folder: Path, *, has_weights: bool = True, tokenizer: str | None = None
+    ) -> ModelDigest:
         """Returns the hashes of the files. Without `has_weights` the model's weights are random,
-        and not those in the folder.
+        and not those in the folder. `tokenizer` is the folder of another tokenizer.
         """
         began_s = time.monotonic()
         digest = ModelDigest(
             self._of_files(_files(folder, WEIGHTS) if has_weights else ()),
             self._of_files(_files(folder, CONFIG)),
-            self._of_files(_files(folder, TOKENIZER)),
+            self._of_files(_files(folder if tokenizer is None else Path(tokenizer), TOKENIZER)),
         )
         seconds = time.monotonic() - began_s
         if seconds > LOGGED_S:

@@ -74,7 +74,12 @@ class FactFinder:
         chosen = {**self._settings, "dtype": dtype}
         settings = {option: chosen.get(option) for option in NUMERIC_OPTIONS}
         has_weights = settings["load_format"] != "dummy"
-        digest = self._digests.of(self._model_dir, has_weights=has_weights)
+        tokenizer = chosen.get("tokenizer")
+        digest = self._digests.of(
+            self._model_dir,
+            has_weights=has_weights,
+            tokenizer=None if tokenizer is None else str(tokenizer),
+        )
         adapter = None if adapter_dir is None else self._digests.of(adapter_dir)
         return Facts(
             ReceiptModel(name, digest, adapter), msgspec.convert(settings, Settings), self._machine

@@ -106,8 +106,9 @@ def _other_models(
     resolved: Resolved, receipt: Receipt, model_dir: Path, adapter_dir: Path | None
 ) -> Iterator[str]:
     digests = Digests()
-    has_weights = resolved.model.load_format != "dummy"
-    found = digests.of(model_dir, has_weights=has_weights)
+    model = resolved.model
+    has_weights = model.load_format != "dummy"
+    found = digests.of(model_dir, has_weights=has_weights, tokenizer=model.tokenizer)
     yield from _differing("model", receipt.model.digest, found)
     if receipt.model.adapter is None:
         return

@@ -58,19 +58,33 @@ def load_text(model_dir: Path, options: ModelOptions) -> TextSide:
     defaults = overridden(own, options.override_generation_config)
     if defaults != NEUTRAL:
         logger.info("defaults of %s: %s", model_dir, defaults)
+    text_dir = _text_dir(model_dir, options)
     template = load_template(
-        model_dir, options.chat_template, variables=options.default_chat_template_kwargs
+        text_dir, options.chat_template, variables=options.default_chat_template_kwargs
     )
     parsers = choose_parsers(template, options)
     logger.info("parsers of %s: reasoning=%s tools=%s", model_dir, parsers.reasoning, parsers.tools)
-    if options.load_format != "dummy" or has_tokenizer(model_dir):
-        backend = _load_backend(model_dir)
-        tokenizer = _tokenizer_of(backend, model_dir)
+    if options.load_format != "dummy" or has_tokenizer(text_dir):
+        backend = _load_backend(text_dir)
+        tokenizer = _tokenizer_of(backend, text_dir, model_dir)
         pooling = load_pooling(model_dir, backend)
         pictures = load_pictures(model_dir) if options.model_impl != "transformers" else None
         return TextSide(tokenizer, template, defaults, parsers, pooling, pictures)
     logger.info("%s has no tokenizer: texts are token ids as decimal numbers", model_dir)
     return TextSide(load_numeric_tokenizer(model_dir), template or numeric_template(), defaults)
+
+
+def _text_dir(model_dir: Path, options: ModelOptions) -> Path:
+    """Returns the directory of the tokenizer and the chat template."""
+    if options.tokenizer is None:
+        return model_dir
+    text_dir = Path(options.tokenizer).expanduser()
+    if not has_tokenizer(text_dir):
+        raise ConfigError(
+            f"--tokenizer {options.tokenizer}: a directory with one of "
+            f"{', '.join(TOKENIZER_FILES)} is expected"
+        )
+    return text_dir
 
 
 def load_pictures(model_dir: Path) -> PictureSettings | None:
@@ -112,11 +126,11 @@ def _parser_of(given: str, fitting: str | None, known: Collection[str], option: 
 
 
 def load_tokenizer(model_dir: Path) -> TextTokenizer:
-    return _tokenizer_of(_load_backend(model_dir), model_dir)
+    return _tokenizer_of(_load_backend(model_dir), model_dir, model_dir)
 
 
-def _tokenizer_of(backend: Tokenizer, model_dir: Path) -> TextTokenizer:
-    settings = read_json(model_dir / "tokenizer_config.json")
+def _tokenizer_of(backend: Tokenizer, text_dir: Path, model_dir: Path) -> TextTokenizer:
+    settings = read_json(text_dir / "tokenizer_config.json")
     bos_id = None
     if settings.get("add_bos_token") is True:
         bos_id = _token_id(backend, settings.get("bos_token"))

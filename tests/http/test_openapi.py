@@ -156,6 +156,14 @@ async def test_the_document_is_served_without_a_key_and_made_once() -> None:
         )
 
 
+async def test_the_document_names_the_path_under_which_a_proxy_serves() -> None:
+    async with EchoEngine(root_path="/models/a") as echo:
+        document = (await ask(echo, "/openapi.json")).json
+        assert document["servers"] == [{"url": "/models/a"}]
+    async with EchoEngine() as echo:
+        assert "servers" not in (await ask(echo, "/openapi.json")).json
+
+
 async def test_the_page_of_the_api_loads_nothing_from_elsewhere(echo: EchoEngine) -> None:
     answer = await ask(echo, "/docs")
     assert answer.headers["Content-Security-Policy"].startswith("default-src 'self'")

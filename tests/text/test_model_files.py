@@ -11,6 +11,7 @@ import pytest
 from aserve.config import ModelOptions
 from aserve.errors import ConfigError
 from aserve.parsers.registry import ParserNames
+from aserve.receipts.digest import Digests
 from aserve.text.defaults import NEUTRAL, GenerationDefaults, load_defaults, overridden
 from aserve.text.load import load_text, load_tokenizer
 from aserve.text.model_files import load_template
@@ -268,3 +269,21 @@ def test_default_variables_of_the_template_yield_to_those_of_a_request(tmp_path:
     for wrong in ('{"messages": []}', "1"):
         with pytest.raises(ConfigError, match=r"--default-chat-template-kwargs: .+"):
             load_template(tmp_path, "{{ 1 }}", variables=wrong)
+
+
+def test_the_tokenizer_and_the_template_may_be_in_another_directory(tmp_path: Path) -> None:
+    model_dir = write(tmp_path, config={"eos_token_id": 5})
+    with pytest.raises(ConfigError, match="is expected"):
+        load_text(model_dir, ModelOptions(tokenizer=str(tmp_path)))
+    text = load_text(model_dir, ModelOptions(tokenizer=str(MODEL_DIR)))
+    own = load_text(MODEL_DIR, ModelOptions())
+    assert text.template is not None
+    assert own.template is not None
+    assert text.template.source == own.template.source
+    assert text.tokenizer.encode("Once", with_special=False) == own.tokenizer.encode(
+        "Once", with_special=False
+    )
+    assert 5 in text.tokenizer.eos_ids
+    digests = [Digests().of(model_dir, tokenizer=folder) for folder in (None, str(MODEL_DIR))]
+    assert digests[0].tokenizer == ""
+    assert digests[1].tokenizer == Digests().of(MODEL_DIR).tokenizer
