@@ -16,7 +16,9 @@ import msgspec
 from aiohttp import web
 from msgspec import inspect as types
 
+from aserve.config import ServerOptions
 from aserve.http.answer_schemas import schemas_of_answers
+from aserve.http.auth import has_keys
 from aserve.http.errors import ErrorBody, error_body
 from aserve.http.page import file_response
 from aserve.http.route import Route, get
@@ -60,19 +62,16 @@ SAMPLES: Mapping[type[types.Type], Any] = {
 class ApiDescription:
     """The document for the routes that a server has, made when it is first asked for."""
 
-    def __init__(
-        self, routes: Sequence[Route], *, version: str, has_keys: bool, root_path: str
-    ) -> None:
+    def __init__(self, routes: Sequence[Route], options: ServerOptions, *, version: str) -> None:
         self._routes = routes
         self._version = version
-        self._has_keys = has_keys
-        self._root_path = root_path
+        self._options = options
 
     @functools.cached_property
     def json(self) -> bytes:
-        document = describe(self._routes, self._version, has_keys=self._has_keys)
-        if self._root_path:
-            document["servers"] = [{"url": self._root_path}]
+        document = describe(self._routes, self._version, has_keys=has_keys(self._options))
+        if self._options.root_path:
+            document["servers"] = [{"url": self._options.root_path}]
         return msgspec.json.encode(document)
 
 

@@ -19,7 +19,7 @@ from aiohttp.typedefs import Handler, Middleware
 from aserve.errors import AserveError, BugError, ConfigError, ErrorInfo
 from aserve.http.abort import ABORTS, Aborts
 from aserve.http.access_log import log_access
-from aserve.http.auth import IDENTITY, Access, has_keys, read_keys
+from aserve.http.auth import IDENTITY, Access, read_keys
 from aserve.http.batches import handlers as batches
 from aserve.http.body import IGNORED
 from aserve.http.connection import address_of, listen, reason_of
@@ -105,12 +105,7 @@ def create_app(context: HttpContext) -> web.Application:
     app[INTAKE] = Intake(context)
     app[ABORTS] = Aborts(context.gateway, context.calls)
     app[HOSTS] = AllowedHosts(options)
-    app[DESCRIPTION] = ApiDescription(
-        routes,
-        version=version(),
-        has_keys=has_keys(options),
-        root_path=options.root_path or "",
-    )
+    app[DESCRIPTION] = ApiDescription(routes, options, version=version())
     for part in (websocket, streams, batches):
         part.set_up(app, context)
     handlers = {handler_of(route, context): route for route in routes}
