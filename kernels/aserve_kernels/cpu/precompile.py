@@ -74,7 +74,11 @@ def compile_callback(function: Callable[..., None], kind: Any, signature: Any) -
         callback = kind(function)
         return Callback(ctypes.cast(callback, ctypes.c_void_p).value or 0, callback)
     with _compile_lock(name), event.install_listener("numba:compile", _CompileLogger(name)):
-        compiled = cfunc(signature, cache=bool(config.CACHE_DIR))(function)
+        try:
+            compiled = cfunc(signature, cache=bool(config.CACHE_DIR))(function)
+        except OSError as error:
+            logger.warning("a compiled kernel cannot be kept for later starts: %s", error)
+            compiled = cfunc(signature)(function)
     address: Any = compiled.address  # None only before it is compiled
     return Callback(address, compiled)
 
