@@ -98,6 +98,7 @@ def server(processes: str, recording: Path) -> Iterator[ServerProcess]:
     words = (word for pair in (OPTIONS | own).items() for word in pair)
     serve = command("serve", "--port", "0", *words)
     limited = ["/bin/sh", "-c", 'ulimit -f 64; trap "" XFSZ; exec "$@"', "sh", *serve]
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     with ServerProcess(arguments=limited) as process:
         assert process.address, process.text
         yield process

@@ -6,6 +6,7 @@ import itertools
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,6 +92,13 @@ def test_a_checkpoint_larger_than_half_of_the_memory_is_not_read_ahead(
 
 
 def test_a_model_reads_its_file_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    advised = Advised(monkeypatch, 1)
+    """The threads may take as long as they like, although the model is loaded before."""
+    advised, leave = Advised(monkeypatch, 1), ReadAhead.__exit__
+
+    def leave_late(reading: ReadAhead, *raised: Any) -> None:
+        reading._threads.shutdown()
+        leave(reading, *raised)
+
+    monkeypatch.setattr(ReadAhead, "__exit__", leave_late)
     load_model(MODEL_DIR)
     assert ("model.safetensors", 0) in {(name, start) for name, start, _ in advised}
