@@ -32,6 +32,17 @@ def start_logging(level: str, log_format: str = "text") -> None:
     faulthandler.register(signal.SIGUSR2, file=STDERR)
 
 
+def write_stacks() -> None:
+    """Writes the stacks of all threads to stderr."""
+    faulthandler.dump_traceback(file=STDERR)
+
+
+def write_stacks_after(seconds: float) -> None:
+    """Writes the stacks of all threads after so long, unless it is called again before then: of a
+    process whose event loop does not turn, too."""
+    faulthandler.dump_traceback_later(seconds, file=STDERR)
+
+
 class JsonFormatter(logging.Formatter):
     """Formats a record as a JSON object on one line."""
 

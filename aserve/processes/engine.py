@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 import os
 import socket
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from aserve.host.environment import (
     prepare_process,
     set_up_collector,
 )
-from aserve.host.logs import start_logging
+from aserve.host.logs import start_logging, write_stacks, write_stacks_after
 from aserve.host.threads import in_thread, new_event_loop
 from aserve.load import load_executor, vocabulary_of
 from aserve.messages.base import ServerPhase
@@ -45,8 +46,8 @@ from aserve.messages.changes import (
 )
 from aserve.messages.output import Refused, Retired
 from aserve.messages.requests import AdmitRequest, Cancel
-from aserve.observability.engine_watch import StageReporter
-from aserve.observability.reports import Beat
+from aserve.observability.engine_watch import EngineWatch, StageReporter
+from aserve.observability.reports import Beat, EngineReport
 from aserve.observability.trace import Trace
 from aserve.processes.engine_process import socket_of_stdin
 from aserve.processes.link import (
@@ -66,6 +67,9 @@ from aserve.text.load import load_text
 Loader: TypeAlias = Callable[[Start, OnStage], LocalExecutor]
 
 BEAT_S = 1.0
+SILENT_S = 10.0  # without a heartbeat
+
+logger = logging.getLogger(__name__)
 FLUSH_S = 1.0  # for the last messages to a frontend that still reads
 
 
@@ -103,6 +107,7 @@ class EngineSide:
             on_unsendable=self._send_plain_error,
         )
         self._core: LocalEngineCore | None = None
+        self._watch, self._stuck_after_s, self._is_stuck = EngineWatch(), math.inf, False
         self._job_turn = asyncio.Lock()
         self._supervisor = Supervisor((self._link,), requests=NoOpenRequests(), report=self._report)
 
@@ -145,10 +150,11 @@ class EngineSide:
 
     def _connect(self, start: Start, executor: LocalExecutor) -> LocalEngineCore:
         inbox = self._link.inbox
+        self._stuck_after_s = start.resolved.server.watchdog_timeout
         core = self._core = LocalEngineCore(
             executor,
             start.resolved,
-            ports=EngineCorePorts(inbox, inbox.send, Trace()),
+            ports=EngineCorePorts(inbox, self._tell, Trace()),
             vocabulary=functools.partial(_vocabulary, start, executor.spec.vocab_size),
         )
         actors = (self._link, *core.actors)
@@ -191,8 +197,19 @@ class EngineSide:
             error = unexpected(message.request_id).info()
             self._link.inbox.send(msgspec.structs.replace(message, error=error))
 
+    def _tell(self, report: EngineReport) -> None:
+        self._watch.on_report(report)
+        self._link.inbox.send(report)
+
     def _beat(self) -> None:
-        """Sends a heartbeat with the actors' backlogs every BEAT_S seconds."""
+        """Sends a heartbeat with the actors' backlogs every BEAT_S seconds. An engine that is stuck
+        writes where its threads stand: the loop, which then does not come here, or a step."""
+        write_stacks_after(SILENT_S)
+        was_stuck, step_s = self._is_stuck, self._watch.step_age_s()
+        self._is_stuck = step_s > self._stuck_after_s
+        if self._is_stuck and not was_stuck:
+            logger.error("no step has ended for %.0f s; the stacks of all threads follow", step_s)
+            write_stacks()
         actors = () if self._core is None else self._core.actors
         backlogs = tuple((actor.name, actor.backlog()) for actor in actors)
         self._link.inbox.send(Beat(backlogs))

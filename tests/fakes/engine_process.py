@@ -38,6 +38,13 @@ class Sleeper(FakeExecutor):
         await asyncio.Event().wait()
 
 
+class Stuck(FakeExecutor):
+    """No step of a request comes back."""
+
+    def _schedule(self) -> None:
+        pass
+
+
 class Steady(FakeExecutor):
     """Each step takes a while, so that an answer has a middle."""
 
@@ -85,6 +92,7 @@ KINDS: dict[str, Callable[[], LocalExecutor]] = {
     "refusing": Steady,
     "filed": Filed,
     "mortal": Mortal,
+    "stuck": Stuck,
     "stillborn": Stillborn,
     "sleeper": Sleeper,
 }

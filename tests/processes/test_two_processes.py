@@ -128,6 +128,20 @@ async def test_a_timed_request_is_told_the_states_that_it_had_in_the_other_proce
         assert (timings["predicted_n"], timings["prefill_chunks"]) == (40, 1)
 
 
+async def test_an_engine_whose_step_does_not_come_back_writes_where_its_threads_stand(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    written = ""
+    async with running("stuck", watchdog_timeout=0.2) as rig:
+        asked = asyncio.create_task(rig.ask("r"))
+        while "most recent call first" not in written:
+            await asyncio.sleep(0.05)
+            written += capfd.readouterr().err
+        asked.cancel()
+    assert "no step has ended" in written
+    assert "_beat" in written
+
+
 async def test_requests_are_answered_and_metrics_come_across() -> None:
     async with running() as rig:
         answers = await asyncio.gather(*(rig.ask(f"r{number}") for number in range(12)))
