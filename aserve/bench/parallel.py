@@ -21,8 +21,8 @@ from typing import IO, cast
 
 from aserve import frames
 from aserve.bench.options import ParallelOptions, SpeculateOptions, integers
-from aserve.bench.result import BenchResult, Table, median, progress, spread
-from aserve.bench.speculate_engine import Run, SpeculateEngine, Turn
+from aserve.bench.result import BenchResult, Table, median, spread
+from aserve.bench.speculate_engine import Run, SpeculateEngine, run_in_turns
 from aserve.config import Resolved, SpeculativeOptions
 from aserve.host.limits import usable_cpus
 from aserve.messages.base import pack_i32
@@ -43,7 +43,7 @@ def run(options: ParallelOptions, resolved: Resolved) -> BenchResult:
             divided = _divided(resolved, name, options.ranks, max_rows=max(counts))
             engines[name] = SpeculateEngine(asked, divided)
             stack.callback(engines[name].close)
-        found = _measure(engines, counts, repeats=options.repeats)
+        found = run_in_turns(engines, counts, repeats=options.repeats, title=TITLE)
     lines = [_line(num_rows, runs) for num_rows, runs in found.items()]
     table = Table(
         TITLE, list(lines[0]), [[f"{value}" for value in line.values()] for line in lines]
@@ -71,27 +71,6 @@ def _divided(resolved: Resolved, name: str, num_ranks: int, *, max_rows: int) ->
         kv=dataclasses.replace(resolved.kv, no_prefix_cache=True),
         speculative=SpeculativeOptions(None),
     )
-
-
-def _measure(
-    engines: Mapping[str, SpeculateEngine], counts: Sequence[int], *, repeats: int
-) -> dict[int, dict[str, list[Run]]]:
-    """Returns each engine's runs by number of rows, of which the first warms up."""
-    found: dict[int, dict[str, list[Run]]] = {
-        num_rows: {name: [] for name in engines} for num_rows in counts
-    }
-    orders = [*engines], [*engines][::-1]
-    turns = [
-        (Turn(num_rows, repeat), name)
-        for repeat in range(repeats + 1)
-        for num_rows in counts
-        for name in orders[repeat % 2]
-    ]
-    with progress(TITLE, len(turns)) as done:
-        for turn, name in turns:
-            found[turn.num_rows][name].append(engines[name].run(turn))
-            done()
-    return found
 
 
 def _line(num_rows: int, runs: Mapping[str, Sequence[Run]]) -> dict[str, float]:

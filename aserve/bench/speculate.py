@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from aserve.bench.options import SpeculateOptions, integers
-from aserve.bench.result import BenchResult, Table, mean, median, progress, spread
-from aserve.bench.speculate_engine import Run, SpeculateEngine, Turn
+from aserve.bench.result import BenchResult, Table, mean, median, spread
+from aserve.bench.speculate_engine import Run, SpeculateEngine, run_in_turns
 from aserve.config import Resolved, SpeculativeOptions
 from aserve.errors import ConfigError
 from aserve.gpu.spec.registry import ALGORITHMS
@@ -47,7 +47,7 @@ def run(options: SpeculateOptions, resolved: Resolved) -> BenchResult:
                 options, dataclasses.replace(resolved, speculative=given)
             )
             stack.callback(engines[name].close)
-        found = _measure(engines, counts, repeats=options.repeats)
+        found = run_in_turns(engines, counts, repeats=options.repeats, title=TITLE)
     lines = [
         _line(name, num_rows, times=engines[name].times, runs=runs)
         for name in algorithms
@@ -68,27 +68,6 @@ def _algorithms(options: SpeculateOptions, resolved: Resolved) -> list[str]:
     if unknown := [name for name in names if name not in ALGORITHMS]:
         raise ConfigError(f"--algorithms {unknown[0]}: must be among {', '.join(ALGORITHMS)}")
     return names
-
-
-def _measure(
-    engines: Mapping[str, SpeculateEngine], counts: Sequence[int], *, repeats: int
-) -> dict[int, dict[str, list[Run]]]:
-    """Returns each engine's runs by number of rows, of which the first warms up."""
-    found: dict[int, dict[str, list[Run]]] = {
-        num_rows: {name: [] for name in engines} for num_rows in counts
-    }
-    orders = [*engines], [*engines][::-1]
-    turns = [
-        (repeat, num_rows, name)
-        for repeat in range(repeats + 1)
-        for num_rows in counts
-        for name in orders[repeat % 2]
-    ]
-    with progress(TITLE, len(turns)) as done:
-        for repeat, num_rows, name in turns:
-            found[num_rows][name].append(engines[name].run(Turn(num_rows, repeat)))
-            done()
-    return found
 
 
 def _control(num_rows: int, runs: Mapping[str, Sequence[Run]]) -> dict[str, float]:

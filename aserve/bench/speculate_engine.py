@@ -12,14 +12,14 @@ import json
 import os
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from subprocess import PIPE, Popen
 from typing import IO, TypeVar
 
 import msgspec
 
 from aserve.bench.options import SpeculateOptions
-from aserve.bench.result import median
+from aserve.bench.result import median, progress
 from aserve.bench.step_driver import StepDriver, StepTime, running
 from aserve.config import Resolved
 from aserve.errors import BugError, ConfigError
@@ -126,6 +126,28 @@ class SpeculateEngine:
         if reply is None:
             raise BugError(f"an engine's process ended with {self._process.wait()}")
         return reply
+
+
+def run_in_turns(
+    engines: Mapping[str, SpeculateEngine], counts: Sequence[int], *, repeats: int, title: str
+) -> dict[int, dict[str, list[Run]]]:
+    """Returns each engine's runs by number of rows, of which the first warms up. Every second time
+    the engines run in the opposite order."""
+    found: dict[int, dict[str, list[Run]]] = {
+        num_rows: {name: [] for name in engines} for num_rows in counts
+    }
+    orders = [*engines], [*engines][::-1]
+    turns = [
+        (Turn(num_rows, repeat), name)
+        for repeat in range(repeats + 1)
+        for num_rows in counts
+        for name in orders[repeat % 2]
+    ]
+    with progress(title, len(turns)) as done:
+        for turn, name in turns:
+            found[turn.num_rows][name].append(engines[name].run(turn))
+            done()
+    return found
 
 
 def main() -> None:

@@ -89,7 +89,7 @@ class _Peer:
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """What has come is on the device, or on the way to it in `writes`."""
+    """Holds a transfer. KV that has come is on the device, or on the way to it in `writes`."""
 
     asked: ReceiveKv
     spans: ReceivedSpans

@@ -1,5 +1,5 @@
-"""What connects ranks, nodes and engines: the links between GPUs, NCCL, NIXL, shared memory and the
-network of this machine, for `aserve doctor`."""
+"""Examines what connects ranks, nodes and engines, for `aserve doctor`: links between GPUs, NCCL,
+NIXL, shared memory and the network of this machine."""
 
 from __future__ import annotations
 

@@ -95,9 +95,9 @@ def read_graph_sizes(value: str) -> Settings:
 
 
 ONE = {"1": NOTHING}
-ONE_DEVICE = "aserve runs a model on one device"
+ONE_MACHINE = "the ranks of an engine are on one machine"
 FOREIGN_FLAGS = (
-    ForeignFlag(("nnodes",), ONE_DEVICE, ONE),
+    ForeignFlag(("nnodes",), ONE_MACHINE, ONE),
     ForeignFlag(
         ("scheduling-policy", "schedule-policy"),
         "clients take turns, and each is served first come, first served, whatever prefixes are "

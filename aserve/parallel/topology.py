@@ -67,9 +67,9 @@ class Coordinates(msgspec.Struct, frozen=True):
 
 
 class Patience:
-    """How many seconds a rank waits in a collective for the others. They load at different speeds,
-    and a first step may compile. Later steps begin at about the same time on all ranks, and take
-    about as long; but ranks with rows of their own wait for each other's prompts and kernels.
+    """Says how many seconds a rank waits in a collective for the others. They load at different
+    speeds, and a first step may compile. Later steps begin at about the same time on all ranks, and
+    take about as long; but ranks with rows of their own wait for each other's prompts and kernels.
     """
 
     __slots__ = ("seconds",)

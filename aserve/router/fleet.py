@@ -63,7 +63,7 @@ class Member:
 
 
 class Registry:
-    """What the fleet tells the router about its members."""
+    """Tells the router about the members of its fleet."""
 
     def __init__(
         self,

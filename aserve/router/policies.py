@@ -19,7 +19,7 @@ MIX, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1  # an odd factor, whose high bits 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What the policies know of a request. `owner` is the replica that has the state which the
+    """Describes a request to the policies. `owner` is the replica that has the state which the
     request names, and an empty text if it names none.
     """
 
@@ -44,7 +44,7 @@ class Candidate(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What the balancer tells a policy beside the request. `turn` counts the choices so far."""
+    """Describes the replicas to a policy. `turn` counts the choices so far."""
 
     candidates: Sequence[Candidate]
     index: PrefixIndex

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from aserve.bench.one_batch import Shape
-from aserve.bench.speculate import _control, _measure
-from aserve.bench.speculate_engine import Run, Turn, prompts_of, requests_of
+from aserve.bench.speculate import _control
+from aserve.bench.speculate_engine import Run, Turn, prompts_of, requests_of, run_in_turns
 from aserve.bench.step_driver import StepTime
 from aserve.bench.verify_step import _add, _Steps
 from aserve.messages.base import pack_i32
@@ -47,7 +47,7 @@ def test_engines_take_turns_in_both_orders_and_the_plain_ones_are_compared() -> 
         return SimpleNamespace(run=decode)
 
     engines = {"plain": engine("plain", 100), "plain again": engine("plain again", 99)}
-    found = _measure(engines, [4, 8], repeats=2)
+    found = run_in_turns(engines, [4, 8], repeats=2, title="turns")
     names = ["plain", "plain again"]
     assert turns == [
         (name, num_rows, repeat)

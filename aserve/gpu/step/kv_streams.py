@@ -14,7 +14,8 @@ OnStored: TypeAlias = Callable[[int], None]
 
 
 class KvStreams:
-    """Those who want the KV of steps while these run. Used on the executor's thread only."""
+    """Keeps the callbacks that want the KV of steps while these run. It is used on the executor's
+    thread only."""
 
     __slots__ = ("_current", "_wanted")
 

@@ -125,7 +125,7 @@ class Tables:
 
 
 class Buffers(NamedTuple):
-    """What the layers of one forward write, which the workers of a team share."""
+    """Holds what the layers of one forward write. The workers of a team share it."""
 
     hidden: Float32s  # [tokens, hidden], the residual stream
     attended: Floats  # [tokens, heads, head_dim]
