@@ -159,7 +159,6 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
             return
         assert output.position == child.text.num_tokens, "outputs come once and in order"
         child.cached_len = output.cached_len
-        child.num_drafts += output.num_drafts
         child.embedding = output.embedding or b""
         if output.prompt_logprobs is not None:
             assert request.prompt is not None
@@ -168,9 +167,10 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
         num_top = request.opened.sampling.logprobs
         scored = scored_tokens(output, num_top=num_top, tokenizer=self._tokenizer)
         own = array_i32(output.token_ids).tolist()
-        for place, token_id in enumerate(own, start=1):
+        if output.num_drafts:
+            child.note_window(output.num_drafts, len(own) - 1)
+        for token_id in own:
             offset = before + child.text.text_len
-            child.num_accepted += output.num_drafts > 0 and place < len(own)
             child.text.feed(token_id, token_logprob(next(scored, None), offset, self._tokenizer))
             if child.text.stop is not None:
                 child.ending = Ending("stop", child.text.stop)
@@ -239,8 +239,7 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
                 child.text.num_kept,
                 child.cached_len,
                 child.reasoning.num_tokens if child.reasoning else 0,
-                child.num_drafts,
-                min(child.num_accepted, child.text.num_kept),
+                *child.acceptance(),
             ),
             logprobs=released.logprobs,
             finish_reason=ending and ending.reason,

@@ -26,6 +26,7 @@ class Child:
     """One sequence of a request. The first cause that ends it sets `ending`."""
 
     __slots__ = (
+        "accepted",
         "cached_len",
         "embedding",
         "ending",
@@ -33,9 +34,11 @@ class Child:
         "index",
         "is_finished",
         "is_retired",
-        "num_accepted",
+        "num_counted",
         "num_drafts",
         "num_prompt_parts",
+        "num_windows",
+        "places",
         "reasoning",
         "sends_prompt",
         "text",
@@ -46,8 +49,13 @@ class Child:
         self.text = text
         self.reasoning = reasoning  # of the released tokens
         self.cached_len = 0
+        self.num_windows = 0  # decodes that verified drafts
         self.num_drafts = 0  # that were verified
-        self.num_accepted = 0  # of these
+        self.accepted: list[int] = []  # tokens that were the first draft of a window, the second...
+        self.num_counted = 0  # tokens that are in these counts
+        # Of each token after them: its place among the drafts of its window, from 1 on, or 0 if it
+        # was drawn. Tokens behind the last window are not in it.
+        self.places = bytearray()
         self.embedding = b""
         self.ending: Ending | None = None
         self.num_prompt_parts = 0  # parts of the prompt that it has sent
@@ -72,6 +80,25 @@ class Child:
                 return
         if is_sent:
             self.release()
+
+    def note_window(self, num_drafts: int, num_accepted: int) -> None:
+        """Counts a window whose tokens are fed next: its accepted drafts, and the one drawn."""
+        self.num_windows += 1
+        self.num_drafts += num_drafts
+        self.places.extend(bytes(self.text.num_tokens - self.num_counted - len(self.places)))
+        self.places.extend(range(1, num_accepted + 1))
+
+    def acceptance(self) -> tuple[int, int, tuple[int, ...]]:
+        """Returns the numbers of windows and of drafts, and how many released tokens were the first
+        draft of a window, the second, ..."""
+        if self.num_windows:
+            num = self.text.num_kept - self.num_counted
+            for place in filter(None, self.places[:num]):
+                self.accepted.extend([0] * (place - len(self.accepted)))
+                self.accepted[place - 1] += 1
+            del self.places[:num]
+            self.num_counted += num
+        return self.num_windows, self.num_drafts, tuple(self.accepted)
 
     def release(self) -> Released:
         """Returns the output that became certain since the last call."""

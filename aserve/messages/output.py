@@ -130,8 +130,10 @@ class Usage(Record, frozen=True):
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int = 0  # without the tags
+    draft_windows: int = 0  # decodes that verified drafts
     draft_tokens: int = 0  # that were verified
-    accepted_tokens: int = 0  # of these, the ones that are part of the output
+    # How many tokens of the output are the first draft of a window, the second, ...
+    accepted_drafts: tuple[int, ...] = ()
 
 
 class OutputChunk(Message, frozen=True):

@@ -29,6 +29,23 @@ class DraftCounts(Record, frozen=True):
     def num_accepted(self) -> int:
         return sum(self.by_position)
 
+    @property
+    def accept_len(self) -> float:
+        """Returns the mean number of tokens of a window."""
+        return 1 + self.num_accepted / self.num_windows
+
+    @property
+    def rates(self) -> list[float]:
+        """Returns the part of the windows that accepted their first draft, their second, ..."""
+        return [accepted / self.num_windows for accepted in self.by_position]
+
+    @property
+    def histogram(self) -> list[int]:
+        """Returns the number of windows that accepted no draft, one, two, ..."""
+        at_least = (self.num_windows, *self.by_position)
+        more = (*self.by_position, 0)
+        return [num - num_more for num, num_more in zip(at_least, more, strict=True)]
+
     def __add__(self, other: DraftCounts) -> DraftCounts:
         both = zip_longest(self.by_position, other.by_position, fillvalue=0)
         return DraftCounts(

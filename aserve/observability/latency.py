@@ -19,6 +19,7 @@ from msgspec import UNSET, UnsetType
 from aserve.messages.base import num_values
 from aserve.messages.output import OutputChunk, Usage
 from aserve.messages.requests import ChatPrompt, GenerateRequest, SamplingParams
+from aserve.observability.draft_counts import DraftCounts
 from aserve.observability.reports import RequestState
 
 TRACE_LEVELS = (0, 1, 2, 3)  # SGLang's; here the last two mean the same
@@ -44,7 +45,7 @@ STATES = {
 
 
 class Timings(msgspec.Struct):
-    """The names up to `cache_n`, and those of drafts, are those of llama.cpp. `states` has
+    """The names up to `cache_n`, and the first two of drafts, are those of llama.cpp. `states` has
     milliseconds by state. Without drafts there are no numbers of them.
     """
 
@@ -60,6 +61,10 @@ class Timings(msgspec.Struct):
     states: dict[str, float]
     draft_n: int | UnsetType = UNSET  # verified
     draft_n_accepted: int | UnsetType = UNSET
+    draft_windows: int | UnsetType = UNSET  # decodes that verified drafts
+    accept_len: float | UnsetType = UNSET  # mean tokens of a window
+    accept_rates: list[float] | UnsetType = UNSET  # windows that accepted their first draft, ...
+    accept_histogram: list[int] | UnsetType = UNSET  # windows that accepted no draft, one, ...
 
 
 class Phase(NamedTuple):
@@ -193,9 +198,7 @@ def timings_of(timeline: Timeline, chunk: OutputChunk) -> Timings:
     times = timeline.times
     prompt_ms = 1000 * times.get("prefill", 0.0)
     decoding = ("decode", "grammar", "retracted")
-    num_drafts = sum(usage.draft_tokens for usage in timeline.usages.values())
-    num_accepted = sum(usage.accepted_tokens for usage in timeline.usages.values())
-    return Timings(
+    timings = Timings(
         prompt_n=chunk.usage.prompt_tokens - chunk.usage.cached_tokens,
         prompt_ms=prompt_ms,
         predicted_n=timeline.num_tokens,
@@ -206,6 +209,14 @@ def timings_of(timeline: Timeline, chunk: OutputChunk) -> Timings:
         prefill_chunks=timeline.num_chunks,
         num_retractions=timeline.num_retractions,
         states={state: 1000 * seconds for state, seconds in times.items()},
-        draft_n=num_drafts or UNSET,
-        draft_n_accepted=num_accepted if num_drafts else UNSET,
     )
+    drafts = sum(map(_drafts_of, timeline.usages.values()), start=DraftCounts())
+    if drafts.num_windows:
+        timings.draft_n, timings.draft_n_accepted = drafts.num_drafts, drafts.num_accepted
+        timings.draft_windows, timings.accept_len = drafts.num_windows, drafts.accept_len
+        timings.accept_rates, timings.accept_histogram = drafts.rates, drafts.histogram
+    return timings
+
+
+def _drafts_of(usage: Usage) -> DraftCounts:
+    return DraftCounts(usage.draft_windows, usage.draft_tokens, usage.accepted_drafts)

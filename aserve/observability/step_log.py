@@ -127,7 +127,6 @@ def _acceptance(drafts: DraftCounts) -> str:
     """The length counts the window's own sample, too."""
     if not drafts.num_windows:
         return ""
-    accept_len = 1 + drafts.num_accepted / drafts.num_windows
-    shown = drafts.by_position[:MAX_RATES] or (0,)
-    rates = ",".join([f"{accepted / drafts.num_windows:.2f}" for accepted in shown])
-    return f" accept_len={accept_len:.2f} accept_rates={rates}"
+    rates = ",".join([f"{rate:.2f}" for rate in drafts.rates[:MAX_RATES] or [0.0]])
+    counts = ",".join(map(str, drafts.histogram))
+    return f" accept_len={drafts.accept_len:.2f} accept_rates={rates} accept_counts={counts}"

@@ -152,9 +152,21 @@ def test_b10_drafts_behind_a_stop_string_do_not_count_as_accepted(cuts: list[int
     for a, b in itertools.pairwise(borders):
         bench.handle(output(IDS[a:b], a, num_drafts=max(b - a, 1)))
     usage = bench.chunks[-1].usage
-    num_kept = sum(place not in borders for place in range(1, usage.completion_tokens + 1))
-    num_cut = len("한국어".encode())  # the tokens of the stop string itself
-    assert num_kept <= usage.accepted_tokens <= min(num_kept + num_cut, usage.completion_tokens)
+    places = [
+        number - start
+        for start, end in itertools.pairwise(borders)
+        for number in range(start + 1, min(end, usage.completion_tokens + 1))
+    ]
+    assert usage.accepted_drafts == tuple(
+        places.count(1 + n) for n in range(max(places, default=0))
+    )
+    assert sum(usage.accepted_drafts) == len(places)
+    windows = [end for start, end in itertools.pairwise(borders) if start < len(IDS)]
+    stop_at = next(n for n, end in enumerate(windows, start=1) if end >= usage.completion_tokens)
+    assert stop_at <= usage.draft_windows <= len(windows)
+    assert usage.draft_tokens == sum(
+        max(b - a, 1) for a, b in itertools.pairwise(borders[: usage.draft_windows + 1])
+    )
 
 
 def run_of(token_ids: list[int]) -> RowLogprobs:

@@ -44,4 +44,17 @@ async def test_an_answer_is_the_same_whatever_is_predicted(
         timings = (answer.usage.model_extra or {})["timings"]
         numbers = [timings.get(name, 0) for name in ("draft_n", "draft_n_accepted")]
         assert numbers == [accepted[-1] + details.rejected_prediction_tokens, accepted[-1]]
+        assert_acceptance(timings)
     assert accepted[0] > accepted[1] > 20 > accepted[2]
+
+
+def assert_acceptance(timings: dict[str, Any]) -> None:
+    """Mean, rates by position and histogram say the same."""
+    if "draft_n" not in timings:
+        return
+    num, counts = timings["draft_windows"], timings["accept_histogram"]
+    assert sum(counts) == num
+    assert sum(place * count for place, count in enumerate(counts)) == timings["draft_n_accepted"]
+    assert timings["accept_len"] == pytest.approx(1 + timings["draft_n_accepted"] / num)
+    longer = [sum(counts[place + 1 :]) / num for place in range(len(counts) - 1)]
+    assert timings["accept_rates"] == pytest.approx(longer)

@@ -121,12 +121,12 @@ def test_a_line_has_what_windows_with_drafts_gave_since_the_last_one(
         log.on_tick(tick(effects=[launch(iteration)]))
         clock.now_s += iteration in (1, 2, 6, 7)
         log.on_tick(tick(events=[result(iteration)], effects=[StepOutput(iteration, (output,))]))
-    found = [re.findall(r"accept_len=(\S+) accept_rates=(\S+)", line) for line in caplog.messages]
-    assert found == [
-        [("5.00", "1.00,1.00,1.00,1.00")],
+    form = r"accept_len=(\S+) accept_rates=(\S+) accept_counts=(\S+)"
+    assert [re.findall(form, line) for line in caplog.messages] == [
+        [("5.00", "1.00,1.00,1.00,1.00", "0,0,0,0,1")],
         [],
-        [("2.00", "0.75,0.25")],
-        [("1.00", "0.00")],
+        [("2.00", "0.75,0.25", "1,2,1")],
+        [("1.00", "0.00", "1")],
     ]
 
 

@@ -268,7 +268,7 @@ def timings_of(output: Output) -> Timings:
         predicted_ms=predicted_s * 1e3,
         predicted_per_second=num_tokens / predicted_s if predicted_s else 0.0,
         draft_n=num_drafts or UNSET,
-        draft_n_accepted=output.usage.accepted_tokens if num_drafts else UNSET,
+        draft_n_accepted=sum(output.usage.accepted_drafts) if num_drafts else UNSET,
     )
 
 

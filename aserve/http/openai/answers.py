@@ -117,7 +117,7 @@ class Tally:
         )
 
     def _prediction(self) -> CompletionDetails:
-        accepted = sum(usage.accepted_tokens for usage in self._last.values())
+        accepted = sum(sum(usage.accepted_drafts) for usage in self._last.values())
         drafts = sum(usage.draft_tokens for usage in self._last.values())
         return CompletionDetails(
             accepted_prediction_tokens=accepted, rejected_prediction_tokens=drafts - accepted
