@@ -47,10 +47,11 @@ class Accounts:
         account.attempts_us = min(account.attempts_us, account.window_us + attempt_us)
         return account
 
-    def pay_in(self, num_rows: int, plain_us: float) -> None:
-        """Credits the income of plain steps, which took `plain_us` together."""
+    def pay_in(self, num_rows: int, plain_us: float, *, is_vain: bool) -> None:
+        """Credits the income of plain steps, which took `plain_us` together. Attempts get half of
+        it where the last ones were in vain."""
         income_us = plain_us / INCOME_PARTS
-        self.credit(num_rows, income_us, attempts_us=income_us)
+        self.credit(num_rows, income_us, attempts_us=income_us / (2 if is_vain else 1))
 
     def credit(self, num_rows: int, time_us: float, *, attempts_us: float = 0.0) -> bool:
         """Returns whether the account is overdrawn by more than one window."""

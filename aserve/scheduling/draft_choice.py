@@ -40,7 +40,8 @@ Written here: `num_cut`, `num_skipped`, `num_missed`, `match_level`, `accepted`,
 #
 # Attempts. Where drafts do not seem to pay, some are tried, because estimates may be wrong and text
 # changes. A row tries ATTEMPT_WINDOWS windows if the account pays for them: at its start, and again
-# with distances that double.
+# with distances that double. While attempts are in vain, whatever their rows, the account gets half
+# as much for more of them, and choices are rarer.
 #
 # A skipped drafter with a model does not know the tokens of the step. Before such a row drafts
 # again, it takes part in one step that the drafter follows, which leaves the row's last hidden
@@ -67,14 +68,13 @@ from aserve.messages.step import StepStats
 from aserve.scheduling.draft_accounts import ATTEMPT_WINDOWS, Accounts
 from aserve.scheduling.draft_length import note_windows
 from aserve.scheduling.flights import Step
-from aserve.scheduling.repeats import USUAL_OF_LEVELS, UsualWindows, match_levels
+from aserve.scheduling.repeats import USUAL_OF_LEVELS, UsualWindows, match_levels, near_usual
 from aserve.scheduling.request import Sequence
 from aserve.scheduling.rows import Column, RowTable
 from aserve.scheduling.step_times import MIN_GAIN, NO_DRAFTS, Choice, Floats, WindowTimes
 
 SCALE = 256  # of the counts in the row table
 FADING = 12  # windows after which an observation counts 1/e for its row
-PRIOR = 2.0  # observations
 USUAL = 0.8  # the probability of acceptance before any window, for a drafter with a model
 HOLD = 8  # steps
 IDLE_HOLD = 24  # the same where no row drafts, because plain steps may be short
@@ -87,13 +87,14 @@ ATTEMPT_DISTANCE = 64  # tokens
 RARE_DISTANCE = 256  # the same where a drafter lacks KV
 TRIAL_DISTANCE = 512  # steps without drafts, where repetitions would have shown
 MAX_ATTEMPTS = 2  # 64 << 2 tokens
+MAX_VAIN = 2  # doublings of IDLE_HOLD
 
 
 class DraftChoice:
     __slots__ = (
         *("_accounts", "_attempts_left", "_caps", "_expected", "_fixed", "_hold", "_is_drafting"),
         *("_is_named", "_levels", "_looks", "_most", "_num_decodes", "_num_idle", "_num_skips"),
-        *("_num_window_steps", "_packed", "_rows", "_times", "_usual", "_worth_us"),
+        *("_num_vain", "_num_window_steps", "_packed", "_rows", "_times", "_usual", "_worth_us"),
     )
 
     def __init__(self, caps: DecodeCaps) -> None:
@@ -115,6 +116,7 @@ class DraftChoice:
         self._num_idle = 0  # steps since the last one with drafts
         self._num_skips = 0  # steps that skipped the drafter, and are not in the row table yet
         self._attempts_left = 0  # windows of an attempt
+        self._num_vain = 0  # attempts since a draft was accepted
         # Steps in flight: their iteration, time in microseconds, and rows if some draft.
         self._expected: deque[tuple[int, float, int]] = deque()
         self._num_window_steps = PROBE_DISTANCE  # since the last plain ones
@@ -159,7 +161,8 @@ class DraftChoice:
             if not self._looks or self._looks_good(table, rows, running):
                 self._choose_anew(table, rows, self._times)
             if not self._is_drafting:
-                self._hold = LOOKS_HOLD if self._looks else IDLE_HOLD
+                idle_hold = IDLE_HOLD << min(self._num_vain, MAX_VAIN)
+                self._hold = LOOKS_HOLD if self._looks else idle_hold
 
     def _is_same(self, decodes: Column) -> bool:
         """Whether the last choice was about these rows."""
@@ -202,7 +205,8 @@ class DraftChoice:
             )
 
     def _chances(self, table: RowTable, rows: Column) -> Floats:
-        return _chances(table, rows, self._usual.chances[table.match_level[rows]])
+        counts = table.accepted[rows] / SCALE, table.rejected[rows] / SCALE
+        return near_usual(*counts, self._usual.chances[table.match_level[rows]])
 
     def _best(self, rows: Column, times: WindowTimes, chances: Floats) -> Choice:
         if self._accounts.of(len(rows), times).balance_us < 0:
@@ -222,6 +226,7 @@ class DraftChoice:
             order = np.argsort(behind, kind="stable")
             indices = indices[order[:num]]
         tried = rows[indices]
+        self._num_vain += len(tried) > 0
         self._put_off(table, tried)
         table.num_attempts[tried] = np.minimum(table.num_attempts[tried] + 1, MAX_ATTEMPTS)
         return Choice(indices, times.max_drafts, gain=1.0)
@@ -334,7 +339,9 @@ class DraftChoice:
         if not num:
             return
         if self._times is not None and (num_rows := len(self._rows)):
-            self._accounts.pay_in(num_rows, num * float(self._times.plain[num_rows]))
+            is_vain = self._num_vain > 0 and not self._looks
+            plain_us = num * float(self._times.plain[num_rows])
+            self._accounts.pay_in(num_rows, plain_us, is_vain=is_vain)
         if not self._looks:
             is_own = self._is_own(table, slice(None))
             table.num_skipped[is_own] += num
@@ -352,6 +359,8 @@ class DraftChoice:
         if tree is not None:
             longest = np.array([tree.depth(count) for count in num_drafts.tolist()], np.int64)
         is_rejected = num_accepted < longest
+        if num_accepted.any():
+            self._num_vain = 0
         table.accepted[rows] += SCALE * num_accepted - table.accepted[rows] // FADING
         table.rejected[rows] += SCALE * is_rejected - table.rejected[rows] // FADING
         is_usual = table.num_missed[rows] == 0
@@ -366,15 +375,3 @@ class DraftChoice:
             table.max_step_tokens[rows] == self._most + self._caps.root_len
         )
         return is_own
-
-
-def _chances(table: RowTable, rows: Column, usual: Floats) -> Floats:
-    """Returns each row's probability of acceptance. Rows whose drafts differ from the usual ones by
-    no more than chance count as usual (James-Stein estimate)."""
-    accepted, num_seen = table.accepted[rows] / SCALE, table.rejected[rows] / SCALE
-    num_seen += accepted
-    differences = (accepted - num_seen * usual) / (num_seen + PRIOR)
-    by_chance = usual * (1 - usual) * num_seen / (num_seen + PRIOR) ** 2
-    squares = float((differences**2).sum())
-    keep = max(0.0, 1 - float(by_chance.sum()) / squares) if squares else 0.0
-    return usual + keep * differences

@@ -1,5 +1,6 @@
 """Tells rows that repeat themselves: whose last tokens have occurred before in their own prompt or
-output, as a drafter finds them that looks up what followed (gpu/spec/ngram.py).
+output, as a drafter finds them that looks up what followed (gpu/spec/ngram.py). And what is usual
+for windows, by which that is judged.
 
 The scheduler has the tokens up to the last result, so this costs no step and no message. A search
 is one call of bytes.rfind, and takes about 1 us for 1,000 tokens.
@@ -15,6 +16,8 @@ import numpy.typing as npt
 from aserve.scheduling.rows import Column
 from aserve.scheduling.token_log import TokenLog
 
+Floats = npt.NDArray[np.float64]
+
 # A match of at least LENGTHS[i] tokens has the level i + 1. USUAL_OF_LEVELS are the probabilities
 # that the next token is that of the match, before any was seen; the drafts of level 0 come from
 # other rows, or from matches too short to tell.
@@ -23,6 +26,7 @@ USUAL_OF_LEVELS = (0.02, 0.5, 0.85)
 MOST_SEARCHED = 1 << 16  # tokens of all rows together
 TOKEN_BYTES = 4
 MOST_MISALIGNED = 64  # places at which the bytes match across tokens, before a search is given up
+PRIOR = 2.0  # observations that count as usual ones for each row
 FADING = 64  # steps after which an observation counts 1/e
 FIRST_FADING = 4  # the same in the beginning
 
@@ -49,6 +53,19 @@ def match_level(tokens: bytes) -> int:
     return level
 
 
+def near_usual(accepted: Floats, rejected: Floats, usual: Floats) -> Floats:
+    """Returns each row's probability of acceptance, of drafts that were accepted and windows that
+    ended with a rejected one. Rows whose drafts differ from the usual ones by no more than chance
+    count as usual (James-Stein estimate)."""
+    num_seen = accepted + rejected
+    differences = (accepted - num_seen * usual) / (num_seen + PRIOR)
+    by_chance = usual * (1 - usual) * num_seen / (num_seen + PRIOR) ** 2
+    squares = float((differences**2).sum())
+    keep = max(0.0, 1 - float(by_chance.sum()) / squares) if squares else 0.0
+    near: Floats = usual + keep * differences
+    return near
+
+
 class UsualWindows:
     """Learns how often drafts are right, by the level of their match. This is what is expected of a
     new row."""
@@ -62,8 +79,8 @@ class UsualWindows:
         self._fadings = [FIRST_FADING] * len(chances)
 
     @property
-    def chances(self) -> npt.NDArray[np.float64]:
-        chances: npt.NDArray[np.float64] = self._seen[:, 0] / self._seen.sum(axis=1)
+    def chances(self) -> Floats:
+        chances: Floats = self._seen[:, 0] / self._seen.sum(axis=1)
         return chances
 
     def note(

@@ -251,6 +251,30 @@ def test_drafting_outlasts_first_windows_that_were_slow_and_rejected(num_rows: i
     assert simulation.run(40, lambda _row, _num: 0.9) > 1.8
 
 
+@pytest.mark.parametrize("num_rows", [1, 16])
+def test_attempts_in_vain_become_rarer_for_new_rows_too(
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row makes way for a new one soon. Choices take time as well, which is not simulated."""
+    num_choices = 0
+    choose = DraftChoice._choose_anew
+
+    def counted(self: DraftChoice, *given: Any) -> None:
+        nonlocal num_choices
+        num_choices += 1
+        choose(self, *given)
+
+    monkeypatch.setattr(DraftChoice, "_choose_anew", counted)
+    simulation = Simulation(step_times(4, 1.3), num_rows, answer_len=100)
+    simulation.run(300, lambda _row, _num: 0.0)
+    num_windows, num_choices = simulation.num_windows, 0
+    assert simulation.run(1000, lambda _row, _num: 0.0) > 0.994
+    assert 3 * num_rows <= simulation.num_windows - num_windows <= 15 * num_rows
+    assert num_choices <= 35
+    simulation.run(400, lambda _row, _num: 0.95)
+    assert simulation.run(100, lambda _row, _num: 0.95) > 3
+
+
 def test_rows_whose_text_changes_stop_and_begin_again() -> None:
     simulation = Simulation(step_times(4, 1.5), 16, answer_len=10_000)
     assert simulation.run(200, lambda _row, _num: 0.95) > 2.1
