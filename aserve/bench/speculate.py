@@ -7,6 +7,10 @@ second with the first: on a quiet machine this control is between 0.99 and 1.01.
 
 The predicted gain is that of the scheduler's best choice (scheduling/step_times.py), for the step
 times that were measured at the start and the acceptance of this run.
+
+The costs are times over a plain step. `verify_cost` is that of a step whose windows are as wide and
+whose drafts are looked up, which takes next to no time, and `draft_cost` is the rest of a window:
+the drafter's forwards before and after it.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +30,7 @@ from aserve.errors import ConfigError
 from aserve.gpu.spec.registry import ALGORITHMS
 from aserve.scheduling.step_times import WindowTimes
 
+LOOK_UP = "NGRAM"  # the drafter without a model
 TITLE = "speculative decoding over plain decoding"
 CONTROL = "the second plain engine over the first"
 NOTE = "The scheduler and the executor alone: no actors, no text, no HTTP; prefix cache off."
@@ -47,9 +53,14 @@ def run(options: SpeculateOptions, resolved: Resolved) -> BenchResult:
                 options, dataclasses.replace(resolved, speculative=given)
             )
             stack.callback(engines[name].close)
+        verifying = {
+            name: _verify_times(engines[name], options, resolved)
+            for name in algorithms
+            if name != LOOK_UP
+        }
         found = run_in_turns(engines, counts, repeats=options.repeats, title=TITLE)
     lines = [
-        _line(name, num_rows, times=engines[name].times, runs=runs)
+        _line(name, num_rows, _Times(engines[name].times, verifying.get(name)), runs)
         for name in algorithms
         for num_rows, runs in found.items()
     ]
@@ -70,6 +81,38 @@ def _algorithms(options: SpeculateOptions, resolved: Resolved) -> list[str]:
     return names
 
 
+def _verify_times(
+    engine: SpeculateEngine, options: SpeculateOptions, resolved: Resolved
+) -> WindowTimes:
+    """Returns the times of an engine without a draft model whose windows are as wide."""
+    given = SpeculativeOptions(LOOK_UP, speculative_num_steps=engine.times.max_drafts)
+    beside = SpeculateEngine(options, dataclasses.replace(resolved, speculative=given))
+    try:
+        return beside.times
+    finally:
+        beside.close()
+
+
+class _Times(NamedTuple):
+    own: WindowTimes
+    verifying: WindowTimes | None  # without a draft model; None: the drafter has none
+
+    def costs(self, num_rows: int) -> dict[str, float]:
+        """Returns what draft and verify of a window take over a plain step."""
+        window = _window_cost(self.own, num_rows)
+        verify = window if self.verifying is None else _window_cost(self.verifying, num_rows)
+        return {
+            "draft_cost": round(max(window - verify, 0.0), 2),
+            "verify_cost": round(verify, 2),
+            "window_cost": round(window, 2),
+        }
+
+
+def _window_cost(times: WindowTimes, num_rows: int) -> float:
+    price_us = times.price(num_rows, num_drafting=num_rows, num_drafts=times.max_drafts)
+    return 1 + price_us / float(times.plain[num_rows])
+
+
 def _control(num_rows: int, runs: Mapping[str, Sequence[Run]]) -> dict[str, float]:
     pairs = zip(*(runs[name][1:] for name in PLAINS), strict=True)
     ratios = [second.rate / first.rate for first, second in pairs]
@@ -81,7 +124,7 @@ def _control(num_rows: int, runs: Mapping[str, Sequence[Run]]) -> dict[str, floa
 
 
 def _line(
-    name: str, num_rows: int, *, times: WindowTimes, runs: Mapping[str, Sequence[Run]]
+    name: str, num_rows: int, times: _Times, runs: Mapping[str, Sequence[Run]]
 ) -> dict[str, str | float | list[float]]:
     """`runs` are those of all engines. The first of each warms up."""
     own = runs[name][1:]
@@ -92,8 +135,6 @@ def _line(
         for ours, both in zip(own, plain, strict=True)
     ]
     accept_len = mean([float(num_tokens) for _, num_tokens in windows])
-    plain_us = float(times.plain[num_rows])
-    price_us = times.price(num_rows, num_drafting=num_rows, num_drafts=times.max_drafts)
     longest = max((num_drafts for num_drafts, _ in windows), default=0)
     return {
         "drafter": name,
@@ -101,9 +142,9 @@ def _line(
         "accept_len": round(accept_len, 2),
         "by_position": [round(_acceptance(windows, place), 2) for place in range(longest)],
         "plain_step_ms": round(median([one.step_s for both in plain for one in both]) * 1e3, 3),
-        "window_cost": round(1 + price_us / plain_us, 2),
+        **times.costs(num_rows),
         "drafting": round(len(windows) / sum(one.num_decodes for one in own), 2),
-        "predicted_gain": round(times.best(np.full(num_rows, _chance(windows))).gain, 2),
+        "predicted_gain": round(times.own.best(np.full(num_rows, _chance(windows))).gain, 2),
         "gain": round(median(gains), 2),
         "gain_spread": round(spread(gains), 2),
     }

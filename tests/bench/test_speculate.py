@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from aserve.bench.one_batch import Shape
-from aserve.bench.speculate import _control
+from aserve.bench.speculate import _control, _Times
 from aserve.bench.speculate_engine import Run, Turn, prompts_of, requests_of, run_in_turns
 from aserve.bench.step_driver import StepTime
 from aserve.bench.verify_step import _add, _Steps
 from aserve.messages.base import pack_i32
 from aserve.messages.requests import AdmitRequest, SamplingParams
+from aserve.messages.results import StepTimes
 from aserve.messages.step import StepStats
+from aserve.scheduling.step_times import WindowTimes
 
 
 @pytest.mark.parametrize("task", ["stories", "recall", "json", "code"])
@@ -56,6 +58,17 @@ def test_engines_take_turns_in_both_orders_and_the_plain_ones_are_compared() -> 
         for name in (names[::-1] if repeat == 1 else names)
     ]
     assert _control(8, found[8]) == {"rows": 8, "ratio": 0.99, "ratio_spread": 0.0}
+
+
+def test_a_window_costs_what_draft_and_verify_cost() -> None:
+    def times(window_us: float) -> WindowTimes:
+        measured = StepTimes((1,), (100.0,), {0: (110.0,), 4: (window_us,)})
+        return WindowTimes(measured, max_rows=1, tree=None)
+
+    own = _Times(times(180.0), times(130.0)).costs(1)
+    assert own == {"draft_cost": 0.5, "verify_cost": 1.3, "window_cost": 1.8}
+    without_model = _Times(times(130.0), None).costs(1)
+    assert without_model == {"draft_cost": 0.0, "verify_cost": 1.3, "window_cost": 1.3}
 
 
 def test_a_step_counts_where_every_row_has_its_drafts() -> None:
