@@ -17,6 +17,7 @@ from aserve.bench.catalog import BENCHES
 from aserve.cli import ARGUMENTS, COMMAND_RECORDS, command_options, main, make_parser
 from aserve.config import ALL_RECORDS, Facts, Raw, Resolved, resolve, shown_settings
 from aserve.errors import InvalidRequest
+from aserve.gpu.spec.registry import ALGORITHMS, METHODS
 from aserve.host.environment import STARTUP_THRESHOLD
 from aserve.messages.output import OutputChunk, Usage
 from aserve.options.foreign_flags import FOREIGN_FLAGS, ForeignFlag
@@ -180,6 +181,19 @@ def test_a_flag_for_what_aserve_cannot_do_says_what_is_possible(
     assert not {name.replace("-", "_") for name in foreign.names} & names
 
 
+@pytest.mark.parametrize(
+    ("method", "algorithm"), [*METHODS.items(), ("deepseek_mtp", "NEXTN"), ("mimo_mtp", "NEXTN")]
+)
+def test_each_method_of_vllms_speculative_config_is_an_algorithm(
+    method: str, algorithm: str
+) -> None:
+    given = {"method": method, "num_speculative_tokens": 3, "model": "some/dir"}
+    ours = ["--speculative-algorithm", algorithm, "--speculative-num-steps", "3"]
+    ours += ["--speculative-draft-model-path", "some/dir"]
+    assert settings("--speculative-config", json.dumps(given)) == settings(*ours)
+    assert {*METHODS.values()} == {*ALGORITHMS} - {"FROZEN_KV_MTP"}  # which NEXTN finds by itself
+
+
 def test_vllms_speculative_config_sets_the_options_that_it_stands_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -203,6 +217,7 @@ def test_vllms_speculative_config_sets_the_options_that_it_stands_for(
     assert [shown[name] for name in names] == ["[(0,), (0, 0)]", 3, None]
     for wrong, word in (
         ({"method": "x"}, "'x'"),
+        ({"method": ["eagle"]}, "['eagle']"),
         ({**given, "disable_by_batch_size": 4}, "size"),
         ({**given, "rejection_sample_method": "synthetic"}, "'synthetic'"),
     ):

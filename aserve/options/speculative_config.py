@@ -22,6 +22,7 @@ NEUTRAL: Mapping[str, object] = {
     "draft_tensor_parallel_size": 1,
     "draft_sample_method": "probabilistic",
 }
+OF_MODULES = "_mtp"  # the methods of vLLM that name the family of the modules
 VERIFICATION = "rejection_sample_method"
 VERIFICATIONS: Mapping[str, str] = {"standard": REJECTION, "strict": REJECTION, "block": BLOCK}
 EXAMPLE = '{"method": "draft_model", "model": "DIR", "num_speculative_tokens": 4}'
@@ -34,10 +35,7 @@ def read_speculative_config(value: str) -> Mapping[str, str]:
     except msgspec.DecodeError as error:
         raise ValueError(f"it is not a JSON object ({error}), such as {EXAMPLE}") from None
     method = given.pop("method", "draft_model" if "model" in given else None)
-    if method not in METHODS:
-        known = ", ".join(sorted(METHODS))
-        raise ValueError(f"the method {method!r} is not known (known: {known})")
-    settings = {"speculative_algorithm": METHODS[method]}
+    settings = {"speculative_algorithm": _algorithm_of(method)}
     for name, field in given.items():
         if name in NEUTRAL and field in (None, NEUTRAL[name]):
             continue
@@ -53,6 +51,16 @@ def read_speculative_config(value: str) -> Mapping[str, str]:
         if num_nodes is not None and num_nodes.isdecimal():
             settings["speculative_num_draft_tokens"] = str(int(num_nodes) + 1)
     return settings
+
+
+def _algorithm_of(method: object) -> str:
+    if isinstance(method, str):
+        if method in METHODS:
+            return METHODS[method]
+        if method.endswith(OF_MODULES):
+            return METHODS["mtp"]
+    known = ", ".join(sorted(METHODS))
+    raise ValueError(f"the method {method!r} is not known (known: {known}, *{OF_MODULES})")
 
 
 def _verification_of(field: object) -> str:

@@ -42,8 +42,5 @@ METHODS: Mapping[str, str] = {
     "eagle": "EAGLE",
     "eagle3": "EAGLE3",
     "mtp": "NEXTN",
-    "deepseek_mtp": "NEXTN",
-    "mimo_mtp": "NEXTN",
-    "qwen3_next_mtp": "NEXTN",
     "ngram": "NGRAM",
 }
