@@ -35,6 +35,7 @@ from aserve.messages.results import BuildMask, MaskReady, PromptLogprobs, StepRe
 from aserve.messages.step import Launch, Resync, Sample, ScheduleBatch
 from aserve.messages.transfers import LoadKv, ReceiveKv, SaveKv, SendKv, StreamKv
 from aserve.observability.reports import TierUsed
+from aserve.scheduling.finish import retract
 from aserve.scheduling.scheduler import Scheduler
 from aserve.tiers.actor import KvTiers
 from aserve.tiers.host_pages import HostPages
@@ -129,11 +130,13 @@ def serve(
     measures: bool = False,
     launches_ahead: bool = False,
     tier_pages: int = 0,
+    retract_rate: float = 0.0,
 ) -> Served:
     """Runs all requests to their ends, then closes the executor. Grammars are toys, or `fill`'s.
     Raises what a device thread has died of. `measures`: as an engine does at its start.
     `launches_ahead`: results are awaited when the scheduler launches nothing more without them.
     `tier_pages`: of host memory below the prefix cache, which then forgets now and then.
+    `retract_rate`: the part of the turns in which a row is retracted, whatever is in flight.
     """
 
     async def run() -> Served:
@@ -142,7 +145,7 @@ def serve(
             times = await warm_up(executor) if measures else []
             drive = _Drive(executor, [*times, *requests], random.Random(chaos))
             drive.fill = fill or drive.fill
-            drive.launches_ahead = launches_ahead
+            drive.launches_ahead, drive.retract_rate = launches_ahead, retract_rate
             drive.tiers = open_tiers(executor, drive, tier_pages) if tier_pages else None
             drive.scheduler.state.next_iteration = first_iteration
             task = asyncio.ensure_future(drive.run())
@@ -193,6 +196,7 @@ class _Drive:
         self.tickets: deque[Ticket] = deque()
         self.served = Served()
         self.launches_ahead = self.has_launched = False
+        self.retract_rate = 0.0
         self.tiers: KvTiers | None = None
         self.died: list[BaseException] = []
         self.brought: asyncio.Queue[SchedulerEvent] = asyncio.Queue()  # what the tiers say
@@ -205,6 +209,8 @@ class _Drive:
             num_events = 1 if self.launches_ahead else self.chaos.randint(1, 3)
             if self.tiers is not None and self.chaos.random() < EVICT_RATE:
                 self.scheduler.state.cache.evict_all()
+            if self.retract_rate and self.chaos.random() < self.retract_rate:
+                self._retract_somebody()
             events = [await self._next_event() for _ in range(num_events)]
             if self.scheduler.state.transfers and not any(events):
                 events = [await self.brought.get()]
@@ -218,6 +224,13 @@ class _Drive:
             await self.tiers.stop()
         assert not self.died
         return self.served
+
+    def _retract_somebody(self) -> None:
+        """A row may be retracted between any two ticks; the last one stays."""
+        state = self.scheduler.state
+        rows = state.retractable()
+        if len(rows) > 1:
+            retract(state, self.chaos.choice(rows))
 
     def _check_nothing_is_kept(self) -> None:
         """Without requests, every row and, apart from the prefix cache, every page is free."""

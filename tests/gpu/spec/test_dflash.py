@@ -45,22 +45,6 @@ def make(*, num_drafts: int | None = 7, path: Path | None = None, **options: Any
     return build_executor(BuildOptions(Path(MODEL_DIR), **settings))
 
 
-@pytest.mark.parametrize(("pace", "page_size"), [((1, 1), 16), ((2, 2), 1), ((3, 3), 4)])
-def test_b22_tokens_are_those_of_plain_decoding_with_penalties_too(
-    pace: tuple[int, int], page_size: int
-) -> None:
-    asked = [
-        request("greedy", PROMPT, max_tokens=40),
-        request("warm", PROMPT[:5], max_tokens=30, temperature=0.8, seed=3),
-        request("hot", PROMPT, max_tokens=20, temperature=1.5, seed=4, presence_penalty=0.5),
-    ]
-    depth, lead = pace
-    executor = make(depth=depth, lead=lead, page_size=page_size, max_batched_tokens=9)
-    served = serve(executor, asked, chaos=1)
-    assert served.outputs == serve(make(num_drafts=None), asked).outputs
-    assert any(batch.verify is not None for batch in served.batches)
-
-
 def test_its_attention_is_not_that_of_the_reference() -> None:
     assert "the drafter's paged-sdpa," in make().about
 

@@ -7,6 +7,7 @@ bugs in the project's catalogue.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from aserve.gpu.spec.recurrent import RecurrentChain
 from aserve.gpu.spec.recurrent_tree import RecurrentTree
 from aserve.gpu.spec.tree_growth import TreeSize
 from aserve.gpu.step.future_map import LAST_TOKEN, SEQ_LEN, FutureMap
+from aserve.gpu.step.plan import StepPlan
+from aserve.gpu.transfer.staging import DeviceArrays
 from aserve.messages.base import array_i32
 from aserve.messages.requests import AdmitRequest
 from tests.fakes.drafters import Stumbling, StumblingTree, speculative
@@ -169,19 +172,41 @@ class Careful(HiddenDraft):
         return super().forward(input_ids, positions, attend, hidden=hidden)
 
 
-def poison(relay: FutureMap, rows: Tensor) -> None:
+def poison(relay: FutureMap, rows: Tensor, without: Container[str] = ()) -> None:
     for name, table in relay._fields.items():
-        if name not in (LAST_TOKEN, SEQ_LEN):
+        if name not in (LAST_TOKEN, SEQ_LEN) and name not in without:
             table[rows] = float("nan") if table.is_floating_point() else -99
+
+
+def poison_between_steps(mode: Speculative, patch: pytest.MonkeyPatch) -> None:
+    """What a step has read of the drafter's fields is poisoned at once, and the others, which are
+    for one step, when the next step begins."""
+    own = {field.name for field in mode._drafter.fields}
+    read, draft = FutureMap.read, Speculative.draft
+
+    def read_once(self: FutureMap, name: str, rows: Tensor) -> Tensor:
+        values = read(self, name, rows)
+        if name in own:
+            poison(self, rows, without=self._fields.keys() - {name})
+        return values
+
+    def draft_anew(
+        self: Speculative, runner: StepRunner, plan: StepPlan, arrays: DeviceArrays
+    ) -> None:
+        poison(runner.relay, torch.arange(len(runner.relay.written_iter)), without=own)
+        draft(self, runner, plan, arrays)
+
+    patch.setattr(FutureMap, "read", read_once)
+    patch.setattr(Speculative, "draft", draft_anew)
 
 
 @pytest.mark.parametrize("kind", ["chain", "modules", "tree"])
 def test_b18_no_step_reads_a_relay_field_that_its_row_has_not_written(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fields of a row that begins are poisoned, and rows begin again and again: there are more
-    requests than rows, and the pool is too small for all. What was read shows as a failed step, or
-    as a NaN in the draft KV."""
+    """The fields are poisoned between steps, and those of a row when it begins. Rows begin again
+    and again: there are more requests than rows, and the pool is too small for all. What was read
+    shows as a failed step, or as a NaN in the draft KV."""
     forget, num_poisoned = FutureMap.forget, 0
 
     def forget_and_poison(self: FutureMap, rows: Tensor) -> None:
@@ -206,6 +231,7 @@ def test_b18_no_step_reads_a_relay_field_that_its_row_has_not_written(
         HashModel(), mode=mode, drafter=model, attention="torch-ref", graph_rows=0, **options
     )
     poison(executor._runner.relay, torch.arange(4))
+    poison_between_steps(mode, monkeypatch)
     served = serve(executor, ASKED, chaos=3)
     assert served.outputs == plain_tokens(ASKED)
     assert served.num_retracted

@@ -26,7 +26,8 @@ from aserve.messages.base import array_i32
 from aserve.tiny import DRAFTERS_DIR
 from tests.gpu.drive import Served, serve
 from tests.gpu.spec.draft_files import CONFIG, layer_shapes, write_draft
-from tests.gpu.spec.test_eagle import ASKED, PLAN, TREE, make, plain, spec, target
+from tests.gpu.spec.test_eagle import ASKED, PLAN, make, plain, spec, target
+from tests.gpu.spec.test_every_drafter import DRAFTERS
 
 SIZE = 2048  # of the vocabulary
 
@@ -55,7 +56,9 @@ def num_windows(served: Served) -> int:
     return sum(len(array_i32(batch.sample_rows)) for batch in served.batches) - len(ASKED)
 
 
-@pytest.mark.parametrize("shape", [{}, TREE, {"token_tree": "static"}])
+@pytest.mark.parametrize(
+    "shape", [{}, DRAFTERS["EAGLE with a dynamic tree"], {"token_tree": "static"}]
+)
 def test_answers_stay_and_drafts_are_tokens_of_the_map(
     token_map: Path, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
