@@ -70,7 +70,7 @@ def _from_bits(bits: np.uint16) -> np.float32:
 
 
 @njit(inline="always")
-def _to_bits(value: np.float32) -> np.uint16:
+def bf16_bits(value: np.float32) -> np.uint16:
     bits = np.float32(value).view(np.uint32)
     to_even = (bits >> np.uint32(16)) & np.uint32(1)
     rounded = np.uint32(np.uint32(bits + np.uint32(0x7FFF) + to_even) >> np.uint32(16))
@@ -101,7 +101,7 @@ def _narrow(source: types.Array, target: types.Array) -> Callable[[Float32s, Flo
 
         def to_bits(source: Float32s, target: Floats) -> None:
             for i in range(target.shape[0]):
-                target[i] = _to_bits(source[i])
+                target[i] = bf16_bits(source[i])
 
         return to_bits
 
@@ -122,5 +122,5 @@ def _widened(value: types.Number) -> Callable[[np.float32 | np.uint16], np.float
 @overload(rounded, strict=False)
 def _rounded(value: types.Float, like: types.Array) -> Callable[[np.float32, Floats], np.float32]:
     if like.dtype == types.uint16:
-        return lambda value, like: _from_bits(_to_bits(value))
+        return lambda value, like: _from_bits(bf16_bits(value))
     return lambda value, like: value

@@ -9,21 +9,24 @@ threads by row, block of queries and KV head.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from numba import njit, prange, types
 from torch import Tensor
 
-from aserve_kernels.cpu.bf16 import Float32s, narrow
+from aserve_kernels.cpu.bf16 import Float32s, bf16_bits, narrow
+from aserve_kernels.cpu.exp2 import power_of_two
 from aserve_kernels.cpu.gemm import OUTPUTS, ROWS, multiply_tile
 from aserve_kernels.cpu.host_rows import NO_WINDOW, HostRows, Int64s
-from aserve_kernels.cpu.online_softmax import fold_log2, softmax_update
+from aserve_kernels.cpu.online_softmax import fold_log2, greatest
 from aserve_kernels.cpu.packing import Bf16Bits, interleave, transpose_pairs
 from aserve_kernels.cpu.precompile import FASTMATH, cached_njit, compile_ahead
 from aserve_kernels.cpu.simd import LANES, fma, load, splat, store
 from aserve_kernels.paged_rows import Scoring
 
-BLOCK = 256  # query rows (queries times heads of one KV head) that share a packed tile
+BLOCK = 512  # query rows (queries times heads of one KV head) that share a packed tile
 # PERF: the keys of a packed tile. 1,024 queries behind 2,048 keys of 8 heads of 128, CPU time
 # of one thread: 112 ms with 64, 89 with 128, 76 with 256, 70 with 512 and with 1,024.
 TILE = 512
@@ -40,6 +43,8 @@ def chunk_attention(
     a block share the copy.
     """
     factor, cap = fold_log2(scoring.scale, scoring.softcap)
+    if factor < 0:  # the greatest product is to be the greatest score
+        q, factor = -q, -factor
     queries = rows.queries
     attend = _attend_alone if num_workers == 1 else _attend
     attend(
@@ -164,10 +169,8 @@ def _attend_block(
     for tile in range(max(0, position - window + 1), stop, TILE):
         size = min(TILE, stop - tile)
         width = -(-size // OUTPUTS) * OUTPUTS
-        for j in range(width):
-            key = tile + min(j, size - 1)
-            slot = pages[key // page_size] * page_size + key % page_size
-            indices[j] = (slot * keys.shape[1] + head) * head_dim
+        _find_keys(pages, page_size, keys.shape[1], head, head_dim, tile, indices[:size])
+        indices[size:width] = indices[size - 1]
         packed_keys, packed_values = packed[0, : width * head_dim], packed[1, : width * head_dim]
         _pack_keys(keys.reshape(-1), indices[:width], head_dim, packed_keys)
         _pack_values(values.reshape(-1), indices[:width], head_dim, packed_values)
@@ -176,19 +179,20 @@ def _attend_block(
             last_position = position + (min(query_row + ROWS, num_query_rows) - 1) // group_size
             if last_position < tile or first_position - window + 1 >= tile + size:
                 continue
-            tile_softmax = softmax[query_row : query_row + ROWS]
-            _multiply(queries[query_row * head_dim :], packed_keys, zeros, products, width)
+            # Later keys are masked for all of these query rows.
+            seen = min(width, -(-(last_position + 1 - tile) // OUTPUTS) * OUTPUTS)
+            q_rows = queries[query_row * head_dim : (query_row + ROWS) * head_dim]
+            _multiply(q_rows, packed_keys, head_dim, zeros, products, seen)
             for i in range(ROWS):
                 # A padding row has zeros, and the mask of the last query row.
                 query_position = position + min(query_row + i, num_query_rows - 1) // group_size
                 low = max(0, query_position - window + 1 - tile)
                 high = min(size, query_position + 1 - tile)
-                scores = products[i * width : (i + 1) * width]
-                rescales[i] = _masked_softmax_update(
-                    scores, low, high, factor, cap, tile_softmax, i
-                )
-                narrow(scores, weights[i * width : (i + 1) * width])
-            _multiply(weights[: ROWS * width], packed_values, zeros, products, head_dim)
+                rescales[i] = _weigh(
+                    products[i * seen : (i + 1) * seen], low, high, factor, cap,
+                    softmax, query_row + i, weights[i * seen : (i + 1) * seen],
+                )  # fmt: skip
+            _multiply(weights[: ROWS * seen], packed_values, width, zeros, products, head_dim)
             _add(products, rescales, outputs[query_row * head_dim : (query_row + ROWS) * head_dim])
     for query_row in range(num_query_rows):
         output = outputs[query_row * head_dim : (query_row + 1) * head_dim]
@@ -196,6 +200,24 @@ def _attend_block(
         for d in range(head_dim):
             output[d] *= scale
         narrow(output, out[query_row // group_size, head * group_size + query_row % group_size])
+
+
+@njit(inline="always")
+def _find_keys(
+    pages: Int64s, page_size: int, num_heads: int, head: int, head_dim: int, first: int,
+    indices: Int64s,
+) -> None:  # fmt: skip
+    """Writes where the keys of one head begin in the flat pool, from position `first` on."""
+    j = 0
+    while j < len(indices):
+        # PERF: a division for each page, not for each key.
+        page, offset = (first + j) // page_size, (first + j) % page_size
+        slot = pages[page] * page_size + offset
+        stop = min(len(indices), j + page_size - offset)
+        while j < stop:
+            indices[j] = (slot * num_heads + head) * head_dim
+            slot += 1
+            j += 1
 
 
 @njit(inline="always")
@@ -219,31 +241,50 @@ def _pack_values(source: Bf16Bits, indices: Int64s, head_dim: int, packed: Bf16B
 
 @njit(inline="always")
 def _multiply(
-    x: Bf16Bits, packed: Bf16Bits, zeros: Float32s, out: Float32s, num_outputs: int
-) -> None:
-    """Multiplies eight contiguous rows of x by a packed matrix -> out [8, num_outputs], flat.
-    `zeros` is the bias."""
-    num_inputs = len(packed) // num_outputs
+    x: Bf16Bits, packed: Bf16Bits, packed_inputs: int, zeros: Float32s, out: Float32s,
+    num_outputs: int,
+) -> None:  # fmt: skip
+    """Multiplies eight contiguous rows of x by the first inputs and outputs of a packed matrix,
+    which has `packed_inputs` -> out [8, num_outputs], flat. `zeros` is the bias."""
+    num_inputs = len(x) // ROWS
     for first in range(0, num_outputs, OUTPUTS):
-        block = packed[first * num_inputs : (first + OUTPUTS) * num_inputs]
-        multiply_tile(x[: ROWS * num_inputs], block, zeros, out[first:], num_outputs, ROWS)
+        start = first * packed_inputs
+        block = packed[start : start + OUTPUTS * num_inputs]
+        multiply_tile(x, block, zeros, out[first:], num_outputs, ROWS)
 
 
 @njit(inline="always")
-def _masked_softmax_update(
+def _weigh(
     scores: Float32s, low: int, high: int, factor: np.float32, cap: np.float32,
-    softmax: Float32s, query_row: int,
+    softmax: Float32s, query_row: int, weights: Bf16Bits,
 ) -> np.float32:  # fmt: skip
-    """The same as `softmax_update`; the weights of masked keys become zeros."""
-    rescale = np.float32(1)
-    stop = 0
-    if low < high:
-        stop = -(-high // LANES) * LANES
-        for j in range(stop):
-            scores[j] *= factor
-        rescale = softmax_update(scores, low, high, cap, softmax, query_row)
-    for j in range(stop, len(scores)):
-        scores[j] = np.float32(0)
+    """Does what `softmax_update` does to scores that lack the factor, which is not negative; the
+    weights become bfloat16, and those of masked keys zeros. Overwrites scores.
+
+    PERF: the scores are read twice: for the maximum, and for the weights with their sum.
+    """
+    if low >= high:
+        weights[:] = np.uint16(0)
+        return np.float32(1)
+    if cap > 0:
+        for j in range(low, high):
+            scores[j] = cap * np.float32(math.tanh(factor * scores[j]))
+        factor = np.float32(1)
+    stop = -(-high // LANES) * LANES
+    for j in range(low):
+        scores[j] = -np.inf
+    for j in range(high, stop):
+        scores[j] = -np.inf
+    row_max = max(softmax[query_row, 0], factor * greatest(scores[:stop]))
+    rescale = power_of_two(softmax[query_row, 0] - row_max)
+    added = np.float32(0)
+    for j in range(stop):
+        weight = power_of_two(factor * scores[j] - row_max)
+        added += weight
+        weights[j] = bf16_bits(weight)
+    weights[stop:] = np.uint16(0)
+    softmax[query_row, 0] = row_max
+    softmax[query_row, 1] = softmax[query_row, 1] * rescale + added
     return rescale
 
 

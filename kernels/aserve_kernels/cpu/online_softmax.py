@@ -13,7 +13,7 @@ from numba import njit
 
 from aserve_kernels.cpu.bf16 import Float32s
 from aserve_kernels.cpu.exp2 import LOG2_E, power_of_two
-from aserve_kernels.cpu.simd import LANES, load, maximum, reduce_max, splat
+from aserve_kernels.cpu.simd import LANES, load, maximum, reduce_max
 
 
 def fold_log2(scale: float, softcap: float | None) -> tuple[float, float]:
@@ -44,11 +44,7 @@ def softmax_update(
     stop = -(-high // LANES) * LANES
     for j in range(high, stop):
         scores[j] = -np.inf
-    # PERF: LLVM does not vectorise a loop of `max`, because of its rule for NaN.
-    maxima = splat(softmax[query, 0])
-    for j in range(0, stop, LANES):
-        maxima = maximum(load(scores, j), maxima)
-    row_max = reduce_max(maxima)
+    row_max = max(softmax[query, 0], greatest(scores[:stop]))
     rescale = power_of_two(softmax[query, 0] - row_max)
     added = np.float32(0)
     for j in range(stop):
@@ -57,3 +53,15 @@ def softmax_update(
     softmax[query, 0] = row_max
     softmax[query, 1] = softmax[query, 1] * rescale + added
     return rescale
+
+
+@njit(inline="always")
+def greatest(scores: Float32s) -> np.float32:
+    """The maximum of a multiple of 16 scores.
+
+    PERF: LLVM does not vectorise a loop of `max`, because of its rule for NaN.
+    """
+    maxima = load(scores, 0)
+    for j in range(LANES, len(scores), LANES):
+        maxima = maximum(load(scores, j), maxima)
+    return reduce_max(maxima)

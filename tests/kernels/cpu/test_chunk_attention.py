@@ -23,7 +23,7 @@ CHUNKS: dict[str, Chunks] = {
     "behind a tile and one": ((20, op.TILE + 21),),
     "over a tile's edge": ((300, op.TILE + 100),),
     "behind two tiles": ((5, 2 * op.TILE + 40),),
-    "a block and one": ((257, 300),),
+    "a block and one": ((op.BLOCK + 1, op.BLOCK + 40),),
     "many": ((5, 40), (1, 130), (70, 70), (8, 200)),
 }
 
