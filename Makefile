@@ -65,7 +65,8 @@ test: style ## what CI does: lint, type checks, tests
 # The tests that run an engine on a device which they do not name.
 ENGINE_TESTS = tests/parity/test_real_model.py tests/grammar/test_outputs.py tests/e2e/test_lora.py tests/e2e/test_weights.py \
 	$(addprefix tests/gpu/,test_executor.py test_drafter.py test_logprobs.py test_result_counts.py \
-	test_teacher_forcing.py test_trained_models.py test_traces.py test_replayed_step.py diffusion spec lora/test_merged.py)
+	test_teacher_forcing.py test_trained_models.py test_trained_blocks_and_pictures.py test_drafters_by_system.py \
+	test_pictures.py test_traces.py test_replayed_step.py diffusion spec lora/test_merged.py)
 
 test-all: lint ## the same with the large profiles and a fresh seed, which ASERVE_TEST_SEED=N repeats, and the engine on a device of another package
 	ASERVE_TEST_PROFILE=large $(PYTEST) --timeout=3600 $(ARGS)

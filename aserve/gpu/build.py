@@ -468,10 +468,9 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
             pooler=parts.pooled.pooler,
         )
     )
-    if runner.pictures is not None and (drafter is not None or mode.caps.tree is not None):
+    if runner.pictures is not None and mode.caps.tree is not None:
         raise ConfigError(
-            "a model that reads pictures runs without draft models and draft trees; drafts from "
-            "n-grams in a chain are supported",
+            "a model that reads pictures runs without draft trees; chains are supported",
             param="speculative_algorithm",
         )
     spec = msgspec.structs.replace(

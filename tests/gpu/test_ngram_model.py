@@ -17,6 +17,7 @@ from aserve.gpu.build import BuildOptions, build_executor
 from aserve.gpu.models.config.model import parse_config, read_fields
 from aserve.gpu.models.ngram_embedding import NgramModel
 from aserve.gpu.models.registry import FAMILIES
+from aserve.gpu.spec.checkpoint import decoder_of
 from aserve.gpu.spec.request import SpecOptions
 from aserve.gpu.weights.inventory import Inventory
 from aserve.messages.base import array_i32
@@ -148,6 +149,9 @@ def test_longcat_flash_lite_has_the_published_names_and_runs(tmp_path: Path) -> 
     assert {name: inventory.shapes.get(name) for name in expected} == expected
     assert not any("experts.4" in name or "layers.2" in name for name in inventory.shapes)
     model = load_model(tmp_path, load_format="dummy")
+    decoder = decoder_of(model)
+    assert decoder is not None
+    assert decoder.embeddings.shape == (131, 24)  # which drafters share
     ids = torch.randint(0, 131, (12,), generator=torch.Generator().manual_seed(2))
     whole = logits_of(model, ids)
     torch.testing.assert_close(logits_of(model, ids, chunks=[5, 1, 6]), whole)

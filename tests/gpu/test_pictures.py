@@ -206,7 +206,7 @@ def test_trees_of_drafts_are_refused_because_their_positions_have_one_axis(model
     model, _ = models["Qwen2VL"]
     mode = Autoregressive()
     mode.caps = DecodeCaps(max_tokens_per_step=3, tree=DraftTree(max_depth=1))
-    with pytest.raises(ConfigError, match="reads pictures runs without draft models"):
+    with pytest.raises(ConfigError, match="reads pictures runs without draft trees"):
         make_executor(model, mode=mode)
 
 

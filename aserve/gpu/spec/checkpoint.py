@@ -27,6 +27,8 @@ from aserve.gpu.models.config.layer_types import (
 )
 from aserve.gpu.models.config.model import ModelConfig, parse_config, quantization_of, read_fields
 from aserve.gpu.models.decoder import Decoder
+from aserve.gpu.models.ngram_embedding import NgramModel
+from aserve.gpu.moe.shortcut_decoder import ShortcutDecoder
 from aserve.gpu.weights.checkpoint import Checkpoint
 from aserve.gpu.weights.dummy import DummyWeights
 from aserve.gpu.weights.inventory import Inventory, check_fit
@@ -123,22 +125,36 @@ def read_integers(model_dir: Path, name: str, device: torch.device) -> Tensor | 
         return checkpoint.read(name).to(torch.int64, copy=True)
 
 
+def decoder_of(target: CausalModel) -> Decoder | None:
+    """Returns the decoder that the target is or has. None: it has no native code."""
+    inner = target.text if isinstance(target, NgramModel) else target
+    if isinstance(inner, ShortcutDecoder):
+        return inner.decoder
+    return inner if isinstance(inner, Decoder) else None
+
+
 def target_embeddings(target: CausalModel, config: ModelConfig) -> Tensor:
-    """Returns the target's embeddings, [vocab, hidden], for a drafter that has none."""
-    source = config.fields.source
-    if not isinstance(target, Decoder):
+    """Returns the target's embeddings of single ids, [vocab, hidden], for a drafter that has
+    none."""
+    source, decoder = config.fields.source, decoder_of(target)
+    if decoder is None:
         raise ConfigError(
             f"{source}: the drafter has no embeddings of its own, and those of a model without "
             "native code cannot be shared; use a drafter whose checkpoint has them",
             param=DRAFT_PATH,
         )
-    if target.embeddings.shape[1] != config.hidden_size:
+    if decoder.embeddings.shape[1] != config.hidden_size:
         raise ConfigError(
             f"{source}: the drafter has no embeddings of its own, and its hidden_size "
-            f"{config.hidden_size} differs from the model's, {target.embeddings.shape[1]}",
+            f"{config.hidden_size} differs from the model's, {decoder.embeddings.shape[1]}",
             param=DRAFT_PATH,
         )
-    return target.embeddings
+    return decoder.embeddings
+
+
+def embedding_factor_of(target: CausalModel) -> float:
+    decoder = decoder_of(target)
+    return 1.0 if decoder is None else decoder.embedding_factor
 
 
 def check_vocabulary(model_dir: Path, vocab_size: int, target: CausalModel) -> None:

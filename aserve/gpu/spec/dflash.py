@@ -33,7 +33,7 @@ from aserve.gpu.layers.rope import RopeInputs
 from aserve.gpu.models.base import Attend, CausalModel
 from aserve.gpu.models.config.layer_types import periodic_windows
 from aserve.gpu.models.config.model import ModelConfig
-from aserve.gpu.models.decoder import Attention, Block, Decoder
+from aserve.gpu.models.decoder import Attention, Block
 from aserve.gpu.models.decoder_spec import Biases, DecoderSpec, QkNorm
 from aserve.gpu.models.draft_decoder import DraftDecoder
 from aserve.gpu.spec.base import DraftRows, Drafts, HiddenWants, Verified
@@ -42,6 +42,7 @@ from aserve.gpu.spec.checkpoint import (
     check_layer_ids,
     check_windows,
     decoder_name,
+    embedding_factor_of,
     load_draft_model,
     read_draft_config,
     target_embeddings,
@@ -91,7 +92,7 @@ class BlockModel:
             target_embeddings(target, config),
             tuple(blocks),
             (draft_rotary(config, source, target),),
-            embedding_factor=target.embedding_factor if isinstance(target, Decoder) else 1.0,
+            embedding_factor=embedding_factor_of(target),
             first_norm=first_norm,
         )
         self.layers = self.decoder.layers

@@ -95,7 +95,8 @@ def _scores(
 
 @dataclass(frozen=True, slots=True)
 class ExtendInputs:
-    batch: ForwardBatch  # the step's, without a tree; its input ids are the tokens themselves
+    # The step's, without a tree and with positions of one axis; its input ids are the tokens.
+    batch: ForwardBatch
     next_ids: Tensor  # int64 [tokens], the token after each
     features: tuple[Tensor, ...]  # [tokens, hidden] each, the target's hidden states
     last: Tensor  # int64 [samples], the place of each row's last accepted token
@@ -116,6 +117,8 @@ def extend_inputs(step: DeviceStep, verified: Verified, relay: FutureMap) -> Ext
             batch.overridden(ForwardOverrides(), is_debug=batch.is_debug),
             input_ids=batch.input_ids.index_select(0, order),
         )
+    elif batch.rope_override is not None:
+        batch = dataclasses.replace(batch, rope_override=None)
     next_ids = batch.input_ids.roll(-1)
     next_ids.index_copy_(
         0, batch.cu_query_lens[1:] - 1, relay.resolve(step.arrays.ints("next_ids"))

@@ -274,6 +274,12 @@ def layers_of(config: ModelConfig, target: CausalModel) -> tuple[LayerSpec, ...]
                 param=DRAFT_PATH,
             )
         last = same[-1]
+        if last.value_dim is not None:
+            raise ConfigError(
+                f"{config.fields.source}: the drafter reads the keys and values of the model, "
+                "whose KV are latents (MLA); take another --speculative-algorithm",
+                param=DRAFT_PATH,
+            )
         head_dim = config.head_dim
         if kind == FULL and config.fields.has("global_head_dim"):
             head_dim = config.fields.integer("global_head_dim")

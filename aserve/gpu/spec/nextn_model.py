@@ -27,11 +27,17 @@ from aserve.errors import ConfigError
 from aserve.gpu.layers.norm import AddNorm, Norm
 from aserve.gpu.models.base import CausalModel
 from aserve.gpu.models.config.model import ModelConfig
-from aserve.gpu.models.decoder import Block, Decoder
+from aserve.gpu.models.decoder import Block
 from aserve.gpu.models.decoder_spec import NORMS_BEFORE, Biases, DecoderSpec, LayerNorms, QkNorm
 from aserve.gpu.models.draft_decoder import DraftDecoder, JoinedInputs, unchanged
 from aserve.gpu.spec.base import HiddenWants
-from aserve.gpu.spec.checkpoint import DRAFT_PATH, DraftWeights, target_embeddings
+from aserve.gpu.spec.checkpoint import (
+    DRAFT_PATH,
+    DraftWeights,
+    decoder_of,
+    embedding_factor_of,
+    target_embeddings,
+)
 from aserve.gpu.spec.recurrent_model import draft_rotary
 
 COPIES = ("embed_tokens", "shared_head.head")
@@ -144,7 +150,8 @@ class Module:
         self, index: int, weights: DraftWeights, *, config: ModuleConfig, target: CausalModel
     ) -> None:
         source, decoder = weights.source, config.decoder
-        offset = target.spec.norm_offset if isinstance(target, Decoder) else 0.0
+        own = decoder_of(target)
+        offset = 0.0 if own is None else own.spec.norm_offset
         size = decoder.hidden_size
 
         def norm(name: str) -> Norm:
@@ -174,7 +181,7 @@ class Module:
             (block,),
             (draft_rotary(decoder, source, target),),
             inputs,
-            embedding_factor=target.embedding_factor if isinstance(target, Decoder) else 1.0,
+            embedding_factor=embedding_factor_of(target),
             first_norm=first_norm,
             head_norm=unchanged if config.returns_normed else last_norm,
         )

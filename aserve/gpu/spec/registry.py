@@ -15,9 +15,17 @@ if TYPE_CHECKING:
     from aserve.gpu.spec.request import DraftRequest, LoadedDrafter
 
 
-def _load_in(module: str, request: DraftRequest, *, has_token_map: bool = False) -> LoadedDrafter:
+def _load_in(
+    module: str,
+    request: DraftRequest,
+    *,
+    has_token_map: bool = False,
+    reads_ids_alone: bool = False,
+) -> LoadedDrafter:
     if not has_token_map:
         request.refuse_token_map()
+    if not reads_ids_alone:
+        request.refuse_pictures()
     loaded: LoadedDrafter = importlib.import_module(f"aserve.gpu.spec.{module}").load(request)
     return loaded
 
@@ -28,8 +36,8 @@ ALGORITHMS: Mapping[str, Callable[[DraftRequest], LoadedDrafter]] = {
     "EAGLE3": partial(_load_in, "eagle3"),
     "FROZEN_KV_MTP": partial(_load_in, "frozen_kv"),
     "NEXTN": partial(_load_in, "nextn"),
-    "NGRAM": partial(_load_in, "ngram"),
-    "STANDALONE": partial(_load_in, "standalone"),
+    "NGRAM": partial(_load_in, "ngram", reads_ids_alone=True),
+    "STANDALONE": partial(_load_in, "standalone", reads_ids_alone=True),
 }
 
 # The methods of verification. All but the first one need the distributions of the drafts.

@@ -11,6 +11,7 @@ import msgspec
 from aserve.errors import ConfigError
 from aserve.gpu.device.ops import TORCH_OPS, DeviceOps
 from aserve.gpu.models.base import CausalModel, DraftModel, LoadPlan
+from aserve.gpu.models.vision_language import VisionLanguageModel
 from aserve.gpu.spec.base import Drafter
 from aserve.gpu.spec.fused import FuseDrafter
 from aserve.gpu.weights.source import WHOLE, unwrapped
@@ -76,6 +77,16 @@ class DraftRequest:
             raise ConfigError(
                 f"{TOKEN_MAP_OPTION} is for drafters of EAGLE-1 alone; leave it out",
                 param=TOKEN_MAP,
+            )
+
+    def refuse_pictures(self) -> None:
+        """Refuses a target that reads pictures, for a drafter that reads the target."""
+        if isinstance(self.target, VisionLanguageModel):
+            raise ConfigError(
+                f"--speculative-algorithm {self.options.algorithm} does not draft for a model that "
+                "reads pictures, whose tokens have positions of three axes; take NGRAM or "
+                "STANDALONE, which read token ids alone",
+                param="speculative_algorithm",
             )
 
     def chain_len(self, *, default: int) -> int:

@@ -24,8 +24,8 @@ from torch import Tensor
 from aserve.errors import ConfigError
 from aserve.gpu.layers.linear import Linear, LinearOp
 from aserve.gpu.models.base import LoadPlan
-from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.models.draft_decoder import DraftDecoder
+from aserve.gpu.spec.checkpoint import decoder_of
 from aserve.gpu.spec.request import TOKEN_MAP, TOKEN_MAP_OPTION
 
 # The errors of torch.load for files that are something else, or hold more than values.
@@ -64,14 +64,15 @@ def reduced(decoder: DraftDecoder, token_ids: Tensor, plan: LoadPlan) -> DraftDe
     if decoder.head is not None:
         head = _rows_of(decoder.head, ids, decoder, plan)
         return dataclasses.replace(decoder, head=head, token_ids=ids)
-    if not isinstance(decoder.target, Decoder):
+    whole = decoder_of(decoder.target)
+    if whole is None:
         raise ConfigError(
             f"{TOKEN_MAP_OPTION}: the drafter has no head of its own, and that of a model without "
             "native code cannot be reduced; leave the option out",
             param=TOKEN_MAP,
         )
-    target = copy.copy(decoder.target)
-    target.head = _rows_of(decoder.target.head, ids, decoder, plan)
+    target = copy.copy(whole)
+    target.head = _rows_of(whole.head, ids, decoder, plan)
     target.vocab_size = len(ids)
     return dataclasses.replace(decoder, target=target, token_ids=ids)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -41,6 +43,7 @@ from tests.gpu.attention.test_layer_kinds import causal, dense
 from tests.gpu.device_tables import device_batch, make_pools
 from tests.gpu.drive import captured, make_executor, request, serve
 from tests.gpu.plain_engine import plain_tokens
+from tests.on_device import OnDevice
 
 INDEX_DIM, INDEX_HEADS = 6, 3
 
@@ -149,8 +152,23 @@ def test_with_fewer_keys_than_top_k_it_is_the_dense_model_bit_by_bit() -> None:
     assert torch.equal(*outs)
 
 
-@pytest.mark.parametrize("name", ["paged-cpu", "triton"])
-def test_kernels_attend_to_chosen_slots_as_plain_torch_does(name: str) -> None:
+KERNELS = [
+    ("paged-cpu", "cpu"),
+    ("triton", "cpu"),
+    pytest.param("triton", "cuda", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture
+def where(device: str) -> Iterator[None]:
+    """What a test makes is there."""
+    with contextlib.nullcontext() if device == "cpu" else OnDevice(torch.device(device)):
+        yield
+
+
+@pytest.mark.usefixtures("where")
+@pytest.mark.parametrize(("name", "device"), KERNELS)
+def test_kernels_attend_to_chosen_slots_as_plain_torch_does(name: str, device: str) -> None:
     """Queries with one key, with some, and with all; behind them the slots are slot 0."""
     dtype, most = torch.float32, 37
     pools = Layout(LAYER, dtype=dtype).pools(3)
@@ -169,8 +187,11 @@ def test_kernels_attend_to_chosen_slots_as_plain_torch_does(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["paged-cpu", "triton"])
-def test_kernels_score_the_keys_of_pages_as_plain_torch_does(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.usefixtures("where")
+@pytest.mark.parametrize(("name", "device"), KERNELS)
+def test_kernels_score_the_keys_of_pages_as_plain_torch_does(
+    name: str, device: str, dtype: torch.dtype
+) -> None:
     """Tokens with one key, with as many as a tile has, and with as many as the bound; two of them
     are in one row. Queries are parts of a wider tensor, as an indexer makes them."""
     lens = torch.tensor([1, 64, 65, 150, 149])

@@ -158,9 +158,9 @@ def test_greedy_tokens_are_those_of_float32_on_the_cpu(
     assert_best_by_the_cpu(found, gap=GAPS[dtype])
 
 
-def assert_best_by_the_cpu(found: list[Answer], *, gap: float) -> None:
+def assert_best_by_the_cpu(found: list[Answer], *, gap: float, model_dir: Path = MODEL_DIR) -> None:
     """Each token is among the best of a recomputation of its whole text."""
-    with Engine(model=str(MODEL_DIR), device="cpu", dtype="float32") as engine:
+    with Engine(model=str(model_dir), device="cpu", dtype="float32") as engine:
         for answer in found:
             (choice,) = answer.choices
             assert len(choice.token_ids) == NUM_TOKENS
