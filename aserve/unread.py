@@ -6,11 +6,10 @@ One RequestStream writes it.
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
 
 import msgspec
 
-from aserve.messages.base import ChildKey
+from aserve.messages.base import ChildKey, Record
 from aserve.messages.output import OutputChunk, PromptToken, TokenLogprob, join_parts
 
 MAX_UNREAD_BYTES = 16 << 20
@@ -28,7 +27,7 @@ class UnreadAnswer(ConnectionError):
     """Too many bytes of an answer were unread, so its requests were cancelled."""
 
 
-class Sized(NamedTuple):
+class Sized(Record, frozen=True):
     """A chunk and its approximate size in memory."""
 
     size_bytes: int
@@ -50,10 +49,14 @@ class Unread:
         return sum(map(len, self._queues.values()))
 
     def put(self, chunk: OutputChunk) -> None:
-        queue = self._queues.setdefault((chunk.request_id, chunk.child), deque())
-        size_bytes = size_of(chunk)
-        queue.append(Sized(size_bytes, chunk))
-        self.size_bytes += size_bytes - coalesce(queue)
+        key, sized = (chunk.request_id, chunk.child), Sized(size_of(chunk), chunk)
+        queue = self._queues.get(key)
+        if queue is None:
+            self._queues[key] = deque((sized,))
+        else:
+            queue.append(sized)
+            self.size_bytes -= coalesce(queue)
+        self.size_bytes += sized.size_bytes
 
     def take(self) -> list[OutputChunk]:
         """Removes and returns about BATCH_BYTES, one chunk per child. Children that have ended come
@@ -81,7 +84,9 @@ class Unread:
 def size_of(chunk: OutputChunk) -> int:
     """Returns the approximate size of a chunk in memory."""
     size = CHUNK_BYTES + len(chunk.text) + len(chunk.token_ids) + len(chunk.prompt_ids)
-    size += len(chunk.embedding) + sum(map(_size_of_score, chunk.logprobs))
+    size += len(chunk.embedding)
+    if chunk.logprobs:
+        size += sum(map(_size_of_score, chunk.logprobs))
     if chunk.prompt is not None:
         size += len(chunk.prompt.text) + sum(map(_size_of_score, chunk.prompt.tokens))
     return size
@@ -99,12 +104,12 @@ def coalesce(queue: deque[Sized]) -> int:
     """
     saved = 0
     while len(queue) > 1:
-        size, chunk = queue[-2]
-        last_size, last = queue[-1]
-        if size > 2 * last_size or size + last_size > BATCH_BYTES:
+        before, last = queue[-2], queue[-1]
+        size_bytes = before.size_bytes + last.size_bytes
+        if before.size_bytes > 2 * last.size_bytes or size_bytes > BATCH_BYTES:
             break
         queue.pop()
-        queue[-1] = Sized(size + last_size - CHUNK_BYTES, merge([chunk, last]))
+        queue[-1] = Sized(size_bytes - CHUNK_BYTES, merge([before.chunk, last.chunk]))
         saved += CHUNK_BYTES
     return saved
 

@@ -45,8 +45,26 @@ MUTANTS = (
     Mutant(
         "a page one short",
         "aserve/scheduling/select.py",
-        "state.num_pages(start + query_len))",
-        "state.num_pages(start + query_len - 1))",
+        "[state.num_pages(start + query_len)]",
+        "[state.num_pages(start + query_len - 1)]",
+    ),
+    Mutant(
+        "a page one short where there is ample room",
+        "aserve/scheduling/select.py",
+        "num_pages = -(-ends // state.spec.page_size)",
+        "num_pages = ends // state.spec.page_size",
+    ),
+    Mutant(
+        "a row with a mask or a limit whose results nobody looks at",
+        "aserve/scheduling/request.py",
+        "return 0 if self.mask is not None or is_limited else self.max_len",
+        "return 0 if is_limited else self.max_len",
+    ),
+    Mutant(
+        "a row without a sequence that has tokens to compute",
+        "aserve/scheduling/rows.py",
+        "        self.remaining[row] = 0\n",
+        "",
     ),
     Mutant(
         "a middle chunk that samples",
@@ -69,8 +87,8 @@ MUTANTS = (
     Mutant(
         "a bound not corrected at commit",
         "aserve/scheduling/commit.py",
-        "advance = step.max_advance[here] - step.max_outputs[here] + num_kept[is_here]",
-        "advance = step.max_advance[here]",
+        "advance = step.max_advance[indices] - step.max_outputs[indices] + num_kept",
+        "advance = step.max_advance[indices]",
     ),
     Mutant(
         "drafts trusted after a resync",
@@ -124,14 +142,14 @@ MUTANTS = (
     Mutant(
         "an end id that ends nothing",
         "aserve/scheduling/ends.py",
-        "is_near[owners[state.end_ids[tokens]]] = True",
-        "is_near[owners[state.end_ids[tokens] & (tokens < 0)]] = True",
+        "is_end = state.end_ids[tokens]",
+        "is_end = state.end_ids[tokens] & (tokens < 0)",
     ),
     Mutant(
         "a draft that is counted behind the end of its sequence",
         "aserve/scheduling/commit.py",
-        "table.num_tokens[rows[is_here]] += num_kept[is_here]",
-        "table.num_tokens[rows[is_here]] += counts[is_here]",
+        "table.num_tokens[rows] += num_kept",
+        "table.num_tokens[rows] += counts[is_here] if len(looked_at) else counts",
         "tests/scheduling/test_tick.py",
     ),
     Mutant(
@@ -184,8 +202,8 @@ MUTANTS = (
     Mutant(
         "pages of the step that is filled counted twice",
         "aserve/scheduling/select.py",
-        "step_total = step_need(state, state.running_rows())\n",
-        "need = step_need(state, state.running_rows())\n"
+        "step_total = step_need(state, state.running_rows)\n",
+        "need = step_need(state, state.running_rows)\n"
         "        step_total = tuple(2 * pages for pages in need)\n",
         f"{ROOM}::test_a_prefill_leaves_the_other_rows_the_pages_of_their_next_step",
     ),
@@ -235,16 +253,16 @@ MUTANTS = (
     ),
     Mutant(
         "logprobs that go on behind the end of their tokens",
-        "aserve/scheduling/commit.py",
-        "cut_logprobs(logprobs[row], kept, of=stop - start)",
-        "(logprobs[row],)",
+        "aserve/scheduling/ends.py",
+        "cut_logprobs(each, kept, of=len(token_ids))",
+        "each",
     ),
     Mutant(
         "logprobs of held rows lost",
-        "aserve/scheduling/commit.py",
-        "logprobs = {record.row: record for record in result.logprobs}",
+        "aserve/scheduling/ends.py",
+        "logprobs = {record.row: (record,) for record in result.logprobs}",
         "records = result.logprobs if isinstance(result, StepResult) else ()\n"
-        "    logprobs = {record.row: record for record in records}",
+        "    logprobs = {record.row: (record,) for record in records}",
     ),
     Mutant(
         "a mask that failed waited for on and on",
@@ -763,8 +781,8 @@ MUTANTS = (
     Mutant(
         "KV counted of tokens behind the limit of reasoning",
         "aserve/scheduling/commit.py",
-        "step.max_outputs[here] + num_kept[is_here]",
-        "step.max_outputs[here] + counts[is_here]",
+        "step.max_outputs[indices] + num_kept",
+        "step.max_outputs[indices] + (counts[is_here] if len(looked_at) else counts)",
     ),
     Mutant(
         "a forced token that reads the relay",

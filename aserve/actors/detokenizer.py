@@ -6,6 +6,7 @@ the same token, and sends each final chunk.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import assert_never
 
@@ -14,7 +15,7 @@ from aserve.actors.text_request import Child, Ending, TextRequest, ending_of, re
 from aserve.actors.text_slices import sliced
 from aserve.channel import Channel, Sink
 from aserve.errors import BugError, ErrorInfo
-from aserve.messages.base import ChildKey, array_i32, pack_i32
+from aserve.messages.base import ChildKey, array_i32
 from aserve.messages.output import (
     Amended,
     DetokenizerEvent,
@@ -85,11 +86,9 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
                     touched.update(resumed_children(event))
                 case StepOutput():
                     for output in event.sequences:
-                        self.attempt(output.request_id, self._feed, output)
-                        touched.update(self._due(output.request_id, output.child))
+                        self.attempt(output.request_id, self._feed, output, touched)
                 case Retired():
-                    self.attempt(event.request_id, self._retire, event)
-                    touched.update(self._due(event.request_id, event.child))
+                    self.attempt(event.request_id, self._retire, event, touched)
                     retired.append(event)
                 case Refused():
                     self.attempt(event.request_id, self._refuse, event)
@@ -125,17 +124,6 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
         if request.prompt is not None and not request.children[0].sends_prompt:
             request.prompt.skip()
 
-    def _due(self, request_id: str, index: int) -> dict[ChildKey, None]:
-        """Returns the children that may send a chunk after an event of this child: all of them if
-        the prompt is echoed or scored, because its scores come with child 0.
-        """
-        request = self._requests.get(request_id)
-        if request is None:
-            return {}
-        if request.prompt is None:
-            return {(request_id, index): None}
-        return {(request_id, child.index): None for child in request.children}
-
     def _text_of(self, opened: OpenText) -> SequenceText:
         sampling = opened.sampling
         shows_stop = sampling.include_stop_str_in_output
@@ -149,11 +137,12 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
             shows_stop=shows_stop,
         )
 
-    def _feed(self, output: SequenceOutput) -> None:
+    def _feed(self, output: SequenceOutput, touched: dict[ChildKey, None]) -> None:
         """Adds tokens to the text. Tokens after a stop string are dropped: they were in flight."""
         request = self._open_request(output.request_id)
         if request is None:
             return
+        request.touch(output.child, touched)
         child = request.children[output.child]
         if child.ending is not None:
             return
@@ -164,22 +153,25 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
             assert request.prompt is not None
             request.prompt.feed(output.prompt_logprobs)
         before = 0 if request.prompt is None else request.prompt.text_len
-        num_top = request.opened.sampling.logprobs
-        scored = scored_tokens(output, num_top=num_top, tokenizer=self._tokenizer)
-        own = array_i32(output.token_ids).tolist()
+        num_top, text, logprob = request.opened.sampling.logprobs, child.text, None
+        scored = iter(()) if num_top is None else scored_tokens(output, num_top, self._tokenizer)
+        own = array("i", output.token_ids)
         if output.num_drafts:
             child.note_window(output.num_drafts, len(own) - 1)
         for token_id in own:
-            offset = before + child.text.text_len
-            child.text.feed(token_id, token_logprob(next(scored, None), offset, self._tokenizer))
-            if child.text.stop is not None:
-                child.ending = Ending("stop", child.text.stop)
+            if num_top is not None:
+                offset = before + text.text_len
+                logprob = token_logprob(next(scored, None), offset, self._tokenizer)
+            text.feed(token_id, logprob)
+            if text.stop is not None:
+                child.ending = Ending("stop", text.stop)
                 return
 
-    def _retire(self, event: Retired) -> None:
+    def _retire(self, event: Retired, touched: dict[ChildKey, None]) -> None:
         request = self._open_request(event.request_id)
         if request is None:
             return
+        request.touch(event.child, touched)
         child = request.children[event.child]
         child.is_retired = True
         if child.ending is not None:
@@ -233,7 +225,7 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
             request_id=request_id,
             child=index,
             text=released.text,
-            token_ids=pack_i32(released.token_ids),
+            token_ids=array("i", released.token_ids).tobytes(),
             usage=Usage(
                 request.opened.prompt_len,
                 child.text.num_kept,

@@ -131,6 +131,15 @@ class TextRequest:
             return False
         return self.children[0].ending is None
 
+    def touch(self, index: int, touched: dict[ChildKey, None]) -> None:
+        """Adds the children that may send a chunk after an event of this one: all of them if the
+        prompt is echoed or scored, because its scores come with child 0.
+        """
+        if self.prompt is None:
+            touched[self.opened.request_id, index] = None
+        else:
+            touched.update(((self.opened.request_id, each.index), None) for each in self.children)
+
 
 def resumed_children(opened: OpenText) -> dict[ChildKey, None]:
     """Returns the children that begin with outputs, in which a stop string may end them at once.

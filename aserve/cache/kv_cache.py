@@ -109,25 +109,32 @@ class KvCache:
         """Returns the number of pages that `grow` could take now: free and evictable ones."""
         return self._pools[group].num_free + self.num_cached(group)
 
-    def grow(self, allocation: PageAllocation, num_pages: int) -> None:
-        """Extends the allocation to `num_pages` pages, and evicts pages if needed. Raises BugError,
-        and changes nothing, if not enough pages are available.
+    def grow(self, allocations: Sequence[PageAllocation], num_pages: Sequence[int]) -> None:
+        """Extends each allocation to so many pages, and evicts pages if needed. Raises BugError,
+        and changes nothing, if not enough pages are available for all of them.
         """
-        if num_pages <= allocation.num_pages:
-            return
-        missing = self.missing(allocation, num_pages)
-        for group, count in enumerate(missing):
-            if count > self._pools[group].num_free and count > self.available(group):
+        pairs = list(zip(allocations, num_pages, strict=True))
+        missing = [
+            [max(num - len(each.pages[group]), 0) for each, num in pairs]
+            for group in range(len(self._pools))
+        ]
+        for group, counts in enumerate(missing):
+            lacking = sum(counts) - self._pools[group].num_free
+            if lacking > self.num_cached(group):
                 raise BugError(
-                    f"group {self._pools[group].name!r}: an allocation of {allocation.num_pages} "
-                    f"pages cannot grow to {num_pages}: {self.available(group)} pages are available"
+                    f"group {self._pools[group].name!r}: {sum(counts)} more pages cannot be taken: "
+                    f"{self.available(group)} pages are available"
                 )
-        for group, count in enumerate(missing):
-            lacking = count - self._pools[group].num_free
+        for group, counts in enumerate(missing):
+            lacking = sum(counts) - self._pools[group].num_free
             if lacking > 0:
                 self._evict(group, lacking)
-            allocation.pages[group].extend(self._pools[group].take(count))
-        allocation.num_pages = num_pages
+            taken, start = self._pools[group].take(sum(counts)), 0
+            for each, count in zip(allocations, counts, strict=True):
+                each.pages[group].extend(taken[start : start + count])
+                start += count
+        for each, num in pairs:
+            each.num_pages = max(each.num_pages, num)
 
     def commit(self, allocation: PageAllocation, keys: Sequence[bytes], *, num_pages: int) -> None:
         """Inserts the pages before `num_pages`, which are full and committed, into the tree. They

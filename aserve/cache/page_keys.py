@@ -80,7 +80,10 @@ class PageKeys(Sequence[bytes]):
 
     def append(self, page_tokens: bytes) -> None:
         """Appends the key of the next page, whose tokens are `page_tokens`, int32."""
-        parent = self[len(self) - 1] if len(self) else root_key(self.namespace)
+        if self._own:
+            parent = self._own[-1]
+        else:
+            parent = self._prompt[-KEY_BYTES:] or root_key(self.namespace)
         self._own.append(blake2b(page_tokens, digest_size=KEY_BYTES, key=parent).digest())
 
     def num_common(self, other: PageKeys, *, start: int, stop: int) -> int:

@@ -16,7 +16,7 @@ from aserve.messages.output import OutputChunk
 from aserve.messages.requests import GenerateRequest
 from aserve.observability.draft_counts import DraftMetrics
 from aserve.observability.latency import Latency
-from aserve.observability.recent import Recent, RequestRecord, StepRecord
+from aserve.observability.recent import Recent, StepRecord
 from aserve.observability.reports import (
     Beat,
     EngineDown,
@@ -33,11 +33,10 @@ from aserve.observability.reports import (
     TierUsed,
 )
 from aserve.observability.request_log import RequestLog
+from aserve.observability.token_metrics import LONG_S, SHORT_S, TokenMetrics
 
 Outcome: TypeAlias = Literal["finished", "refused", "failed", "cancelled"]
 
-SHORT_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
-LONG_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 180, 600, 1800)
 COMPILE_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 
 
@@ -78,8 +77,9 @@ class Metrics:
             return
         now = self._clock()
         if chunk.token_ids:
-            self._token_times(state, now, num_tokens=num_values(chunk.token_ids))
-        self._requests.generation_tokens.inc(state.use(chunk.child, chunk.usage))
+            num_tokens = num_values(chunk.token_ids)
+            self._requests.tokens.note_times(state, now, num_tokens=num_tokens)
+        self._requests.tokens.add_sent(state.use(chunk.child, chunk.usage))
         if chunk.is_last:
             self._requests.prompt_tokens.inc(chunk.usage.prompt_tokens)
             self._requests.cached_tokens.inc(chunk.usage.cached_tokens)
@@ -155,15 +155,6 @@ class Metrics:
         )
         self._host_s = self._device_s = 0.0
 
-    def _token_times(self, state: RequestRecord, now: float, *, num_tokens: int) -> None:
-        if not state.first_token_s:
-            state.first_token_s = now
-            self._requests.ttft_s.observe(now - state.received_s)
-        else:
-            for _ in range(num_tokens):
-                self._requests.itl_s.observe((now - state.last_token_s) / num_tokens)
-        state.last_token_s = now
-
     def _end(self, request_id: str, outcome: Outcome, reason: str) -> None:
         state = self.recent.end(request_id, outcome, reason)
         self._requests.ended.labels(outcome, reason).inc()
@@ -198,26 +189,12 @@ class _RequestMetrics:
         self.prompt_tokens = Counter(
             "aserve_prompt_tokens", "Prompt tokens of ended requests", registry=registry
         )
-        self.generation_tokens = Counter(
-            "aserve_generation_tokens", "Tokens that clients were sent", registry=registry
-        )
+        self.tokens = TokenMetrics(registry)
         self.cached_tokens = Counter(
             "aserve_cached_tokens", "Prompt tokens found in the prefix cache", registry=registry
         )
         self.queue_s = Histogram(
             "aserve_queue_seconds", "Arrival to first step", buckets=LONG_S, registry=registry
-        )
-        self.ttft_s = Histogram(
-            "aserve_time_to_first_token_seconds",
-            "Arrival to first token, queue included",
-            buckets=LONG_S,
-            registry=registry,
-        )
-        self.itl_s = Histogram(
-            "aserve_inter_token_latency_seconds",
-            "Between two tokens of a request",
-            buckets=SHORT_S,
-            registry=registry,
         )
         self.e2e_s = Histogram(
             "aserve_request_seconds", "Arrival to final answer", buckets=LONG_S, registry=registry

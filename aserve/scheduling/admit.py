@@ -211,12 +211,12 @@ def _take_row(state: SchedulerState, sequence: Sequence) -> None:
     sequence.client.take_row(sequence.unpaid)
     sequence.first_iteration = state.next_iteration
     row = state.rows.take(sequence.rank)
-    sequence.take_row(state.table, row, page_size=state.spec.page_size)
-    state.running[sequence.row] = sequence
+    sequence.take_row(state.table, row)
+    state.seat(sequence)
     for token_id in sequence.end_ids:
         if 0 <= token_id < state.spec.vocab_size:  # the others are never sampled
             state.end_ids[token_id] = True
-    lead(state, sequence)
+    lead(state, sequence, num_committed=sequence.cacheable_len // state.spec.page_size)
     if sequence.mask is not None:
         state.masked[sequence.row] = sequence
     if is_awaiting:

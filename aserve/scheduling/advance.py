@@ -22,8 +22,9 @@ def advance_rows(state: SchedulerState, step: Step, indices: Column, *, advance:
     if state.has_senders:
         _send_kv(state, [step.sequences[index] for index in indices.tolist()])
     has_new_pages = table.committed_len[rows] // page_size > num_before  # at most
-    for place in has_new_pages.nonzero()[0].tolist():
-        commit_pages(state, step.sequences[int(indices[place])])
+    if state.spec.prefix_cache:
+        for sequence in table.sequences[rows[has_new_pages]].tolist():
+            commit_pages(state, sequence)
     if state.cache.has_windows:
         for index in indices.tolist():
             sequence = step.sequences[index]
@@ -39,7 +40,7 @@ def commit_pages(state: SchedulerState, sequence: Sequence) -> None:
     num_pages = sequence.cacheable_len // page_size
     cache = state.cache.of(sequence.allocation)
     cache.commit(sequence.allocation, sequence.page_keys(page_size), num_pages=num_pages)
-    lead(state, sequence)
+    lead(state, sequence, num_committed=num_pages)
     if sequence.followers:
         wake(state, sequence)
 

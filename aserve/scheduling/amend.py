@@ -92,7 +92,7 @@ def _set_priority(state: SchedulerState, sequence: Sequence, priority: int) -> N
         queue.add(sequence)
     if sequence.followers:
         abandon(state, sequence)
-        lead(state, sequence)
+        lead(state, sequence, num_committed=sequence.cacheable_len // state.spec.page_size)
 
 
 def _set_max_tokens(state: SchedulerState, sequence: Sequence, max_tokens: int) -> None:
@@ -102,6 +102,7 @@ def _set_max_tokens(state: SchedulerState, sequence: Sequence, max_tokens: int) 
     table, row = state.table, sequence.row
     table.max_tokens[row] = sequence.max_tokens
     table.max_len[row] = sequence.max_len
+    table.look_len[row] = sequence.look_len
     table.max_kv_len[row] = sequence.max_kv_len
     if sequence.scheduled_len > sequence.max_kv_len and not sequence.is_at_end:
         drop_results(state, sequence)

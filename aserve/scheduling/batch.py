@@ -32,7 +32,7 @@ def launch(
     table, iteration = state.table, state.next_iteration
     state.next_iteration += 1
     relax(state)
-    sequences = [state.running[row] for row in rows.tolist()]
+    sequences: list[Sequence] = table.sequences[rows].tolist()
     step = plan_step(table, sequences, query_lens, iteration=iteration, caps=state.spec.decode)
     is_held = step.samples & (table.has_mask[rows] > 0)
     stats = _stats(state, step, admitted)
@@ -55,8 +55,10 @@ def _build(state: SchedulerState, step: Step, *, skips_drafter: bool) -> Schedul
     table, rows = state.table, step.rows
     is_held = step.samples & (table.has_mask[rows] > 0)
     is_grown = table.written_pages[rows] != table.num_pages[rows]
-    grown = [step.sequences[index] for index in is_grown.nonzero()[0].tolist()]
-    verify = VerifyPlan(pack_i32(step.num_drafts), state.spec.decode.tree)
+    grown: list[Sequence] = table.sequences[rows[is_grown]].tolist()
+    verify = None
+    if step.num_drafts.any():
+        verify = VerifyPlan(pack_i32(step.num_drafts), state.spec.decode.tree)
     return ScheduleBatch(
         iteration=step.iteration,
         rows=pack_i32(rows),
@@ -70,7 +72,7 @@ def _build(state: SchedulerState, step: Step, *, skips_drafter: bool) -> Schedul
         held_rows=pack_i32(rows[is_held]),
         page_writes=tuple(page_writes(grown, group) for group in range(len(state.spec.groups))),
         row_inits=row_inits(grown),
-        verify=verify if step.num_drafts.any() else None,
+        verify=verify,
         shared_pages=_shared_pages(step.sequences) if state.spec.names_shared_pages else 0,
         skips_drafter=skips_drafter,
     )

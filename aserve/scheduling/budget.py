@@ -172,8 +172,10 @@ def has_ample_room(state: SchedulerState) -> bool:
     """Returns whether there are more pages than a step of any rows could take, beside those of one
     more decode of every row. Mostly there are, and then nobody has to count.
     """
-    per_row = 1 + state.num_pages(int(state.table.max_step_tokens.max()))
-    most = len(state.running) * per_row + state.num_pages(state.spec.max_batched_tokens)
+    max_step_tokens = int(state.table.max_step_tokens.max())
+    num_tokens = int(state.table.remaining.sum()) + len(state.running) * max_step_tokens
+    most = state.num_pages(min(num_tokens, state.spec.max_batched_tokens))
+    most += len(state.running) * (1 + state.num_pages(max_step_tokens))
     pools = range(state.cache.num_pools)
     return all(state.cache.available(pool) >= most for pool in pools)
 

@@ -37,7 +37,16 @@ def _check_rows(state: SchedulerState) -> None:
             f"{state.rows.num_free} free rows and {len(state.running)} running ones are not "
             f"{state.spec.max_rows}"
         )
+    table, num_known = state.table, sum(row is not None for row in state.table.sequences.tolist())
+    if num_known != len(state.running) or state.running_rows.tolist() != list(state.running):
+        raise BugError(f"the columns know {num_known} of {len(state.running)} running rows")
+    if table.remaining.sum() != sum(sequence.remaining for sequence in state.running.values()):
+        raise BugError(f"a row without a sequence has tokens to compute: {table.remaining}")
     for row, sequence in state.running.items():
+        if table.sequences[row] is not sequence or table.request_ids[row] != sequence.request_id:
+            raise BugError(
+                f"the columns have another sequence in row {row} than {describe(sequence)}"
+            )
         if sequence.row != row or sequence.phase not in OWNERS:
             raise BugError(f"row {row} names {describe(sequence)}")
         if sequence.rank != (row - 1) % state.spec.dp_size:

@@ -8,17 +8,20 @@ tokens.
 
 from __future__ import annotations
 
-from aserve.messages.base import array_i32
+from collections import Counter
+
+from aserve.messages.base import VALUE_BYTES, array_i32, num_values
 from aserve.messages.output import SequenceOutput, StepOutput
 from aserve.messages.results import SampleResult, StepResult
 from aserve.scheduling.advance import advance_rows
-from aserve.scheduling.ends import count_kept, cut_logprobs, may_end
+from aserve.scheduling.clients import Client
+from aserve.scheduling.ends import kept_output, may_end, outputs_of
 from aserve.scheduling.finish import finish, settle
 from aserve.scheduling.flights import Step, drop_flights, land_without_row
 from aserve.scheduling.forced import end_reasoning
 from aserve.scheduling.grammar_rows import ask_mask, receive_drafts
 from aserve.scheduling.prompts import hand_out_prompts
-from aserve.scheduling.request import Phase
+from aserve.scheduling.request import Phase, Sequence
 from aserve.scheduling.state import SchedulerState
 
 
@@ -66,53 +69,54 @@ def _commit_chunks(state: SchedulerState, step: Step) -> None:
 
 
 def commit_tokens(state: SchedulerState, result: StepResult | SampleResult, step: Step) -> None:
+    """PERF: rows that only advance are committed by columns. The others are looked at one by one:
+    their results were dropped, they may end here, or they have a mask or no row.
+    """
     table = state.table
-    logprobs = {record.row: record for record in result.logprobs}
     rows, counts, tokens = (array_i32(data) for data in (result.rows, result.counts, result.tokens))
-    stops = counts.cumsum()
-    indices = step.indices_of(rows)
+    indices, ends = step.indices_of(rows), counts.cumsum()
     is_here = table.first_iteration[rows] <= step.iteration
-    is_plain = is_here & ~may_end(state, rows, counts, tokens) & (table.has_mask[rows] == 0)
-    starts, num_kept = stops - counts, counts.copy()
+    is_plain = is_here & (counts > 0) & ~may_end(state, rows, counts, tokens)
     num_drafts = step.num_drafts[indices] * state.spec.decode.root_len  # a block has no drafts
-    columns = [each.tolist() for each in (indices, rows, starts, stops, is_plain, num_drafts)]
-    token_ids = tokens.tolist()
-    new: list[SequenceOutput] = []
-    for place, (index, row, start, stop, plain, drafts) in enumerate(zip(*columns, strict=True)):
-        if start == stop or (not plain and step.is_dropped(index)):
-            continue
-        sequence = step.sequences[index]
-        kept = stop - start if plain else count_kept(sequence, token_ids[start:stop])
-        num_kept[place] = kept
-        if not kept:
-            continue
-        outputs = sequence.tokens.outputs
-        position = len(outputs)
-        outputs.extend(token_ids[start : start + kept])
-        sequence.client.serve_outputs(kept)
-        new.append(
-            SequenceOutput(
-                sequence.request_id,
-                sequence.child,
-                position,
-                result.tokens[start * 4 : (start + kept) * 4],
-                sequence.cached_len,
-                cut_logprobs(logprobs[row], kept, of=stop - start) if row in logprobs else (),
-                num_drafts=drafts,
-            )
-        )
-    if new:
-        state.effects.append(StepOutput(iteration=result.iteration, sequences=tuple(new)))
-    has_tokens = is_here & (num_kept > 0)
-    table.num_tokens[rows[is_here]] += num_kept[is_here]
-    table.last_id[rows[has_tokens]] = tokens[(starts + num_kept)[has_tokens] - 1]
-    here = indices[is_here]
-    advance = step.max_advance[here] - step.max_outputs[here] + num_kept[is_here]
-    advance_rows(state, step, here, advance=advance)
-    state.draft_choice.note_results(table, rows[is_here], num_drafts[is_here], num_kept[is_here])
-    for index in indices[~is_plain].tolist():
+    sequences = [step.sequences[index] for index in indices.tolist()]
+    outputs: list[SequenceOutput | None] = [*(whole := outputs_of(table, result, num_drafts))]
+    looked_at, num_kept = (~is_plain).nonzero()[0], counts.copy()
+    for place, index in zip(looked_at.tolist(), indices[looked_at].tolist(), strict=True):
+        is_dropped = step.is_dropped(index)
+        output = None if is_dropped else kept_output(sequences[place], whole[place])
+        outputs[place], num_kept[place] = output, num_values(output.token_ids) if output else 0
+    _append(state, result.iteration, sequences, outputs)
+    looked_at = indices[looked_at]
+    if len(looked_at):
+        rows, indices, num_drafts = rows[is_here], indices[is_here], num_drafts[is_here]
+        ends, num_kept = (ends - counts + num_kept)[is_here], num_kept[is_here]
+    has_tokens = num_kept > 0
+    table.num_tokens[rows] += num_kept
+    table.last_id[rows[has_tokens]] = tokens[ends[has_tokens] - 1]
+    advance = step.max_advance[indices] - step.max_outputs[indices] + num_kept
+    advance_rows(state, step, indices, advance=advance)
+    state.draft_choice.note_results(table, rows, num_drafts, num_kept)
+    for index in looked_at.tolist():
         if not step.is_dropped(index):
             _settle(state, step, index)
+
+
+def _append(
+    state: SchedulerState,
+    iteration: int,
+    sequences: list[Sequence],
+    outputs: list[SequenceOutput | None],
+) -> None:
+    """Appends the outputs to the logs of their sequences, and hands them out."""
+    served: Counter[Client] = Counter()
+    for sequence, output in zip(sequences, outputs, strict=True):
+        if output is not None:
+            sequence.tokens.outputs.frombytes(output.token_ids)
+            served[sequence.client] += len(output.token_ids)
+    for client, num_bytes in served.items():
+        client.serve_outputs(num_bytes // VALUE_BYTES)
+    if served:
+        state.effects.append(StepOutput(iteration, tuple(filter(None, outputs))))
 
 
 def _settle(state: SchedulerState, step: Step, index: int) -> None:

@@ -1,30 +1,89 @@
-"""Finds the sequences that end with the new tokens of a step, and how many tokens they keep. The
-limit of reasoning is such an end, behind which other tokens follow.
+"""Finds the sequences that end with the new tokens of a step, and what of these they keep as
+output. The limit of reasoning is such an end, behind which other tokens follow.
 """
 
 from __future__ import annotations
 
+from itertools import repeat
+
 import numpy as np
 import numpy.typing as npt
 
-from aserve.messages.base import ArrayI32
-from aserve.messages.results import RowLogprobs
+from aserve.messages.base import VALUE_BYTES, ArrayI32, array_i32
+from aserve.messages.output import SequenceOutput
+from aserve.messages.results import RowLogprobs, SampleResult, StepResult
 from aserve.scheduling.request import Sequence
+from aserve.scheduling.rows import Column, RowTable
 from aserve.scheduling.state import SchedulerState
+
+ONE_TOKEN = np.dtype((np.void, VALUE_BYTES))
 
 
 def may_end(
     state: SchedulerState, rows: ArrayI32, counts: ArrayI32, tokens: ArrayI32
 ) -> npt.NDArray[np.bool_]:
-    """Returns whether the sequence of each row may end with its `counts` new tokens. It is a quick
-    test: an id that ends any sequence counts for all of them.
+    """Returns whether the sequence of each row may end with its `counts` new tokens, or has a mask.
+    It is a quick test: an id that ends any sequence counts for all of them.
     """
     table = state.table
-    is_near: npt.NDArray[np.bool_] = table.num_tokens[rows] + counts >= table.max_len[rows]
-    is_near |= table.is_limited[rows] > 0
-    owners = np.arange(len(rows)).repeat(counts)
-    is_near[owners[state.end_ids[tokens]]] = True
+    is_near: npt.NDArray[np.bool_] = table.num_tokens[rows] + counts >= table.look_len[rows]
+    is_end = state.end_ids[tokens]
+    if is_end.any():
+        is_near[np.arange(len(rows)).repeat(counts)[is_end]] = True
     return is_near
+
+
+def outputs_of(
+    table: RowTable, result: StepResult | SampleResult, num_drafts: Column
+) -> list[SequenceOutput]:
+    """Returns the output of each row that keeps all its new tokens. What it says of other rows is
+    wrong. PERF: nothing here is a loop in Python, but for rows with several tokens or logprobs.
+    """
+    rows = array_i32(result.rows)
+    logprobs = {record.row: (record,) for record in result.logprobs}
+    positions = table.num_tokens[rows] - table.max_len[rows] + table.max_tokens[rows]
+    return list(
+        map(
+            SequenceOutput,
+            table.request_ids[rows].tolist(),
+            table.child[rows].tolist(),
+            positions.tolist(),
+            _split(result.tokens, array_i32(result.counts)),
+            table.cached_len[rows].tolist(),
+            [logprobs.get(row, ()) for row in rows.tolist()] if logprobs else repeat(()),
+            *(repeat(None), repeat(None)),  # what a step computed for a prompt
+            num_drafts.tolist(),
+        )
+    )
+
+
+def kept_output(sequence: Sequence, output: SequenceOutput) -> SequenceOutput | None:
+    """Returns the part of its new tokens that the sequence keeps, None for none. Only the sequence
+    itself knows its position, because it may have no row.
+    """
+    token_ids = array_i32(output.token_ids).tolist()
+    kept = count_kept(sequence, token_ids)
+    if not kept:
+        return None
+    return SequenceOutput(
+        sequence.request_id,
+        sequence.child,
+        sequence.num_outputs,
+        output.token_ids[: kept * VALUE_BYTES],
+        sequence.cached_len,
+        tuple(cut_logprobs(each, kept, of=len(token_ids)) for each in output.logprobs),
+        num_drafts=output.num_drafts,
+    )
+
+
+def _split(tokens: bytes, counts: ArrayI32) -> list[bytes]:
+    """Returns the tokens of each row."""
+    if len(tokens) == VALUE_BYTES * len(counts) and (counts == 1).all():
+        values: list[bytes] = np.frombuffer(tokens, ONE_TOKEN).tolist()
+        return values
+    ends = VALUE_BYTES * counts.cumsum()
+    starts = ends - VALUE_BYTES * counts
+    return [tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
 
 
 def count_kept(sequence: Sequence, token_ids: list[int]) -> int:
@@ -45,16 +104,15 @@ def _num_to_end(sequence: Sequence, token_ids: list[int]) -> int:
     return len(token_ids)
 
 
-def cut_logprobs(logprobs: RowLogprobs, num_kept: int, *, of: int) -> tuple[RowLogprobs]:
+def cut_logprobs(logprobs: RowLogprobs, num_kept: int, *, of: int) -> RowLogprobs:
     """Returns the logprobs of the first `num_kept` of `of` tokens."""
     if num_kept == of:
-        return (logprobs,)
+        return logprobs
     chosen_bytes = len(logprobs.chosen) // of * num_kept
     top_bytes = len(logprobs.top_ids) // of * num_kept
-    cut = RowLogprobs(
+    return RowLogprobs(
         row=logprobs.row,
         chosen=logprobs.chosen[:chosen_bytes],
         top_ids=logprobs.top_ids[:top_bytes],
         top_logprobs=logprobs.top_logprobs[:top_bytes],
     )
-    return (cut,)

@@ -121,11 +121,12 @@ def retraction_order(sequence: Sequence) -> tuple[int, int, int]:
 
 def _give_back(state: SchedulerState, sequence: Sequence) -> None:
     assert sequence.allocation is not None
-    keys = sequence.page_keys(state.spec.page_size)
+    has_keys = state.spec.prefix_cache
+    keys = sequence.page_keys(state.spec.page_size) if has_keys else sequence.keys
     num_pages = sequence.cacheable_len // state.spec.page_size
     state.cache.of(sequence.allocation).close(sequence.allocation, keys, num_pages=num_pages)
     state.rows.give_back(sequence.row)
-    del state.running[sequence.row]
+    state.unseat(sequence)
     state.masked.pop(sequence.row, None)
     if state.held.pop(sequence.row, None) is not None:
         sequence.is_blocked = False

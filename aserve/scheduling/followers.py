@@ -13,14 +13,15 @@ from aserve.scheduling.request import Sequence
 from aserve.scheduling.state import SchedulerState
 
 
-def lead(state: SchedulerState, row: Sequence) -> None:
-    """Names the row as the one that will commit its next page, if that page's tokens are known."""
+def lead(state: SchedulerState, row: Sequence, *, num_committed: int) -> None:
+    """Names the row, which has committed so many pages, as the one that will commit its next one,
+    if that page's tokens are known.
+    """
     if not state.spec.prefix_cache:
         return
     _resign(state, row)
-    index = row.cacheable_len // state.spec.page_size
-    if index < len(row.keys):
-        row.next_key = row.keys[index]
+    if num_committed < len(row.keys):
+        row.next_key = row.keys[num_committed]
         state.leaders.setdefault(row.next_key, row)
 
 

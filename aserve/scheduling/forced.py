@@ -28,7 +28,7 @@ def end_reasoning(state: SchedulerState, sequence: Sequence) -> None:
         _force(state, sequence, reasoning.missing_ids())
         reasoning.is_over = True
     if sequence.row:
-        state.table.is_limited[sequence.row] = reasoning.is_limited
+        state.table.look_len[sequence.row] = sequence.look_len
 
 
 def drop_results(state: SchedulerState, sequence: Sequence) -> None:

@@ -52,12 +52,12 @@ def _most_pages(state: SchedulerState, sequence: Sequence, num_ahead: int) -> in
     moment.
     """
     assert sequence.allocation is not None
-    table, rows = state.table, [*rows_by_rank(state, state.running_rows())][sequence.rank]
+    table, rows = state.table, [*rows_by_rank(state, state.running_rows)][sequence.rank]
     page_size, depth = state.spec.page_size, state.spec.depth
     lens = np.append(table.num_tokens[rows], sequence.tokens.num)
     held = np.append(table.num_pages[rows], sequence.allocation.num_pages)
-    cached = np.append(table.cached_pages[rows], max(sequence.cached_len, 0) // page_size)
-    own = held - cached
+    cached = np.append(table.cached_len[rows], max(sequence.cached_len, 0))
+    own = held - cached // page_size
     # A row keeps its pages until the results of its last steps are back.
     left = np.append(table.max_kv_len[rows], sequence.max_kv_len) - lens + depth
     order = np.argsort(-left, kind="stable")

@@ -41,7 +41,7 @@ def await_load(state: SchedulerState, sequence: Sequence) -> None:
     them.
     """
     assert sequence.allocation is not None
-    state.cache.of(sequence.allocation).grow(sequence.allocation, sequence.num_stored)
+    state.cache.of(sequence.allocation).grow([sequence.allocation], [sequence.num_stored])
     state.table.num_pages[sequence.row] = sequence.allocation.num_pages
     sequence.is_blocked = True
     after = state.next_iteration - 1

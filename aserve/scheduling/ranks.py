@@ -71,8 +71,7 @@ def rank_order(
     if len(order) < 2:
         return order
     num_tokens = [
-        int(state.table.num_tokens[rows].sum())
-        for rows in rows_by_rank(state, state.running_rows())
+        int(state.table.num_tokens[rows].sum()) for rows in rows_by_rank(state, state.running_rows)
     ]
 
     def place(rank: int) -> tuple[bool, int, int]:

@@ -50,48 +50,15 @@ class Sequence:
     is_blocked = Cell()
     unpaid = Cell()
     failures = Cell()
+    cached_len = Cell()
 
     __slots__ = (
-        "allocation",
-        "arrival",
-        "awaits_kv",
-        "bad_word_ids",
-        "block_len",
-        "cached_len",
-        "cells",
-        "child",
-        "client",
-        "embeds",
-        "end_ids",
-        "followers",
-        "has_ended",
-        "is_causal",
-        "key_lookahead",
-        "keys",
-        "leader",
-        "lora_slot",
-        "mask",
-        "max_kv_len",
-        "max_len",
-        "max_step_tokens",
-        "max_tokens",
-        "may_load",
-        "next_key",
-        "num_retracted_for",
-        "num_scored",
-        "num_stored",
-        "phase",
-        "pictures",
-        "prediction_ids",
-        "priority",
-        "prompt_len",
-        "reasoning",
-        "request_id",
-        "row",
-        "sampling",
-        "seed",
-        "sends_kv",
-        "tokens",
+        *("allocation", "arrival", "awaits_kv", "bad_word_ids", "block_len", "cells", "child"),
+        *("client", "embeds", "end_ids", "followers", "has_ended", "is_causal", "key_lookahead"),
+        *("keys", "leader", "lora_slot", "mask", "max_kv_len", "max_len", "max_step_tokens"),
+        *("max_tokens", "may_load", "next_key", "num_retracted_for", "num_scored", "num_stored"),
+        *("phase", "pictures", "prediction_ids", "priority", "prompt_len", "reasoning"),
+        *("request_id", "row", "sampling", "seed", "sends_kv", "tokens"),
     )
 
     def __init__(
@@ -134,7 +101,7 @@ class Sequence:
         self.allocation: PageAllocation | None = None
         self.cells: Cells = array("q", NO_CELLS)
         self.remaining = self.tokens.num
-        self.cached_len = -1  # prompt tokens from the prefix cache at first admission
+        self.cached_len = -1
         self.num_retracted_for = 0  # rows that were retracted to make way for it
         self.has_ended = False  # its last token is known
         self.mask = MaskState() if request.sampling.grammar and self.max_tokens else None
@@ -168,6 +135,12 @@ class Sequence:
         earlier.
         """
         return 0 if self.mask is not None else self.sampling.min_tokens
+
+    @property
+    def look_len(self) -> int:
+        """Tokens from which on each new one may be its last, or end its reasoning."""
+        is_limited = self.reasoning is not None and self.reasoning.is_limited
+        return 0 if self.mask is not None or is_limited else self.max_len
 
     @property
     def num_outputs(self) -> int:
@@ -204,22 +177,23 @@ class Sequence:
         num_committed = self.tokens.final_len(self.committed_len, self.block_len)
         return max(0, min(num_committed, num_known)) if self.is_causal else 0
 
-    def take_row(self, table: RowTable, row: int, *, page_size: int) -> None:
+    def take_row(self, table: RowTable, row: int) -> None:
         assert self.allocation is not None
         copies = (
             self.tokens.num,
             self.tokens.at(self.tokens.num - 1),
             self.allocation.num_pages,
-            self.cached_len // page_size,
+            self.child,
             self.max_len,
             self.max_kv_len,
             self.max_tokens,
             0 if self.is_causal else self.prompt_len,
             self.mask is not None,
-            self.reasoning is not None and self.reasoning.is_limited,
+            self.look_len,
             self.max_step_tokens,
         )
         self.cells, self.row = table.enter(row, self.cells, copies=copies), row
+        table.sequences[row], table.request_ids[row] = self, self.request_id
 
     def leave_row(self, table: RowTable) -> None:
         """It keeps nothing on the device."""
@@ -252,7 +226,7 @@ class Sequence:
         for page in range(len(self.keys), (num_tokens - ahead) // page_size):
             start = up_to_block(page * page_size, self.block_len) + ahead if page else 0
             stop = up_to_block((page + 1) * page_size, self.block_len) + ahead
-            digests = page_digests(self.pictures, start, stop)
+            digests = page_digests(self.pictures, start, stop) if self.pictures else b""
             self.keys.append(self.tokens.packed(start, stop) + digests)
         return self.keys
 

@@ -28,7 +28,7 @@ class Reserve:
         self._promised: Pages = (0,) * state.cache.num_pools
         per_row = 1 + state.num_pages(int(state.table.max_step_tokens.max()))
         self._pages: Pages = (len(state.running) * per_row,) * state.cache.num_pools
-        rows = state.running_rows()
+        rows = state.running_rows
         prefills = rows[state.table.remaining[rows] > state.spec.decode.root_len]
         self._pages = add_pages(self._pages, prefill_needs(state, prefills))
 
@@ -76,5 +76,5 @@ class Reserve:
 
     def _count(self) -> None:
         self._is_exact = True
-        running = prefill_needs(self._state, self._state.running_rows())
+        running = prefill_needs(self._state, self._state.running_rows)
         self._pages = add_pages(self._promised, running)

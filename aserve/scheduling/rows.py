@@ -47,6 +47,7 @@ class RowTable:
     # prompt tokens that its client has not been charged for; known from its first admission on
     unpaid: Column
     failures: Column  # consecutive failed steps that named only this row
+    cached_len: Column  # prompt tokens from the prefix cache at the first admission, -1 before it
     doubt: Column  # whether drafts pay for this row (draft_length.py writes these three)
     num_pauses: Column  # from drafting, one after the other
     drafts_from: Column  # the number of tokens from which on it drafts
@@ -64,13 +65,13 @@ class RowTable:
     num_tokens: Column
     last_id: Column  # the last token
     num_pages: Column
-    cached_pages: Column  # of the prompt, at its first admission
+    child: Column
     max_len: Column
     max_kv_len: Column
     max_tokens: Column
     whole_len: Column  # tokens up to which a prompt is not cut into chunks
     has_mask: Column
-    is_limited: Column  # its reasoning has a limit and has not ended
+    look_len: Column  # tokens from which on each result of it is looked at
     max_step_tokens: Column  # that a decode of it computes
 
     def __init__(self, max_rows: int) -> None:
@@ -78,6 +79,9 @@ class RowTable:
         for name, column in zip(NAMES, self._values, strict=True):
             setattr(self, name, column)
         self.first_iteration[:] = NEVER
+        # The objects of each row, so that a list of them is made without a loop.
+        self.sequences = np.full(max_rows + 1, None, np.object_)
+        self.request_ids = np.full(max_rows + 1, None, np.object_)
 
     def enter(self, row: int, cells: Cells, *, copies: tuple[int, ...]) -> Cells:
         """Moves the values of a sequence into the columns. Returns a view of them, which is where
@@ -91,6 +95,8 @@ class RowTable:
         """Moves the values of a sequence out of the columns, into an array of its own."""
         own = array("q", cells[:NUM_CELLS])
         self.first_iteration[row] = NEVER
+        self.remaining[row] = 0
+        self.sequences[row] = self.request_ids[row] = None
         return own
 
 

@@ -82,7 +82,7 @@ def _ready_rows(state: SchedulerState) -> tuple[Column, list[Sequence]]:
     sorts.
     """
     table = state.table
-    rows = _ready(state, state.running_rows())
+    rows = _ready(state, state.running_rows)
     is_prefill = table.remaining[rows] > state.spec.decode.root_len
     decodes = rows[~is_prefill]
     decodes = decodes[table.last_iteration[decodes].argsort(kind="stable")]
@@ -134,31 +134,54 @@ def _fill(state: SchedulerState, rows: Column, budget: int) -> Spans:
     """
     if not len(rows):
         return NOTHING
-    table = state.table
-    step_total: Pages | None = None
-    remaining = table.remaining[rows]
-    # NOTE: with ample room, what this step leaves covers one more decode of every row.
-    if not has_ample_room(state) and (remaining > state.spec.decode.root_len).any():
-        step_total = step_need(state, state.running_rows())
+    table, page_size = state.table, state.spec.page_size
+    remaining, starts = table.remaining[rows], table.scheduled_len[rows]
     query_lens = next_query_lens(state, rows)
     least = np.maximum(1, np.minimum(remaining, min_query_lens(state, rows)))
     if state.spec.decode.whole_windows:
         least = np.where(remaining > state.spec.decode.root_len, least, np.maximum(1, query_lens))
-    covered = table.num_pages[rows] * state.spec.page_size - table.scheduled_len[rows]
-    looked_at = (query_lens > covered).nonzero()[0]
+    lacks_pages = query_lens > table.num_pages[rows] * page_size - starts
     if query_lens.sum() > budget:
-        looked_at = np.arange(len(rows))
-    for index in looked_at.tolist():
+        _cut(state, rows, query_lens, least=least, budget=budget)
+    elif lacks_pages.any() and not has_ample_room(state):
+        lens = query_lens[lacks_pages]
+        _cut(state, rows[lacks_pages], lens, least=least[lacks_pages], budget=budget)
+        query_lens[lacks_pages] = lens
+    else:
+        lacks_pages &= query_lens >= least
+        _grow(state, rows[lacks_pages], (starts + query_lens)[lacks_pages])
+    query_lens = uncut_blocks(query_lens, remaining, starts, state.spec.decode)
+    is_chosen = query_lens >= least
+    return Spans(rows[is_chosen], query_lens[is_chosen])
+
+
+def _grow(state: SchedulerState, rows: Column, ends: Column) -> None:
+    """Takes the pages that rows of one rank lack up to these positions. There is ample room."""
+    if not len(rows):
+        return
+    num_pages = -(-ends // state.spec.page_size)
+    state.table.num_pages[rows] = num_pages
+    allocations = [row.allocation for row in state.table.sequences[rows].tolist()]
+    state.cache.of(allocations[0]).grow(allocations, num_pages.tolist())
+
+
+def _cut(
+    state: SchedulerState, rows: Column, query_lens: Column, *, least: Column, budget: int
+) -> None:
+    """Cuts the spans to the token budget and the pages, row by row, and takes the pages."""
+    step_total: Pages | None = None
+    # NOTE: with ample room, what this step leaves covers one more decode of every row.
+    is_prefill = state.table.remaining[rows] > state.spec.decode.root_len
+    if is_prefill.any() and not has_ample_room(state):
+        step_total = step_need(state, state.running_rows)
+    covered = state.table.num_pages[rows] * state.spec.page_size - state.table.scheduled_len[rows]
+    for index, row in enumerate(rows.tolist()):
         query_len = min(int(query_lens[index]), budget)
         if query_len > covered[index]:
-            sequence = state.running[int(rows[index])]
-            query_len = _cover(state, sequence, query_len, step_total=step_total)
+            query_len = _cover(state, state.running[row], query_len, step_total=step_total)
         query_lens[index] = query_len
         if query_len >= least[index]:
             budget -= query_len
-    query_lens = uncut_blocks(query_lens, remaining, table.scheduled_len[rows], state.spec.decode)
-    is_chosen = query_lens >= least
-    return Spans(rows[is_chosen], query_lens[is_chosen])
 
 
 def _cover(
@@ -178,7 +201,7 @@ def _cover(
     query_len = min(query_len, covered + free * state.spec.page_size)
     if query_len >= min_query_len(sequence):
         cache = state.cache.of(sequence.allocation)
-        cache.grow(sequence.allocation, state.num_pages(start + query_len))
+        cache.grow([sequence.allocation], [state.num_pages(start + query_len)])
         state.table.num_pages[sequence.row] = sequence.allocation.num_pages
     return query_len
 
@@ -188,7 +211,7 @@ def _retract_for_room(state: SchedulerState) -> None:
     last row of a rank.
     """
     while len(state.running) > 1 and not has_ample_room(state):
-        need = step_need(state, state.running_rows())
+        need = step_need(state, state.running_rows)
         if has_room(state, need):
             return
         if state.ended:

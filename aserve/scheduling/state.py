@@ -21,7 +21,7 @@ from aserve.scheduling.draft_choice import DraftChoice
 from aserve.scheduling.flights import Step
 from aserve.scheduling.queue import WaitingQueue
 from aserve.scheduling.request import Phase, Sequence
-from aserve.scheduling.rows import Column, RowTable
+from aserve.scheduling.rows import RowTable
 
 
 class Transfer(msgspec.Struct, gc=False):
@@ -37,37 +37,11 @@ class Transfer(msgspec.Struct, gc=False):
 
 class SchedulerState:
     __slots__ = (
-        "arrivals",
-        "cache",
-        "caution",
-        "clients",
-        "draft_choice",
-        "effects",
-        "end_ids",
-        "ended",
-        "groups",
-        "has_senders",
-        "held",
-        "landed",
-        "leaders",
-        "looks_left",
-        "masked",
-        "next_iteration",
-        "num_followers",
-        "num_retracted",
-        "resync_at",
-        "retries",
-        "retry_iteration",
-        "rows",
-        "running",
-        "samples",
-        "slow_waiting",
-        "spec",
-        "steps",
-        "table",
-        "transfers",
-        "unsent",
-        "waiting",
+        *("arrivals", "cache", "caution", "clients", "draft_choice", "effects", "end_ids"),
+        *("ended", "groups", "has_senders", "held", "landed", "leaders", "looks_left", "masked"),
+        *("next_iteration", "num_followers", "num_retracted", "resync_at", "retries"),
+        *("retry_iteration", "rows", "running", "running_rows", "samples", "slow_waiting"),
+        *("spec", "steps", "table", "transfers", "unsent", "waiting"),
     )
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -87,6 +61,7 @@ class SchedulerState:
         self.leaders: dict[bytes, Sequence] = {}
         self.num_followers = 0
         self.running: dict[int, Sequence] = {}  # by row, in order of admission: admit, finish
+        self.running_rows = np.empty(0, np.int64)  # the rows of `running`
         # by token id, whether it ends a sequence that has run: admit
         self.end_ids = np.zeros(spec.vocab_size, np.bool_)
         self.masked: dict[int, Sequence] = {}  # those of `running` with a host-side sampler
@@ -126,9 +101,13 @@ class SchedulerState:
     def num_waiting(self) -> int:
         return len(self.waiting) + len(self.slow_waiting) + self.num_followers
 
-    def running_rows(self) -> Column:
-        """In order of admission."""
-        return np.fromiter(self.running, np.int64, len(self.running))
+    def seat(self, sequence: Sequence) -> None:
+        self.running[sequence.row] = sequence
+        self.running_rows = np.append(self.running_rows, sequence.row)
+
+    def unseat(self, sequence: Sequence) -> None:
+        del self.running[sequence.row]
+        self.running_rows = self.running_rows[self.running_rows != sequence.row]
 
     def retractable(self) -> list[Sequence]:
         """Running rows whose pages no transfer writes."""

@@ -40,7 +40,7 @@ def await_kv(state: SchedulerState, sequence: Sequence) -> None:
     """Takes all pages for a sequence that was admitted and has room for them."""
     assert sequence.allocation is not None
     cache = state.cache.of(sequence.allocation)
-    cache.grow(sequence.allocation, state.num_pages(sequence.tokens.num))
+    cache.grow([sequence.allocation], [state.num_pages(sequence.tokens.num)])
     table, caps = state.table, state.spec.decode
     table.num_pages[sequence.row] = sequence.allocation.num_pages
     step = plan_step(

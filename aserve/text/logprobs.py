@@ -23,11 +23,9 @@ class ScoredToken(NamedTuple):
 
 
 def scored_tokens(
-    output: SequenceOutput, *, num_top: int | None, tokenizer: TextTokenizer
+    output: SequenceOutput, num_top: int, tokenizer: TextTokenizer
 ) -> Iterator[ScoredToken]:
-    """Yields one entry per token of the output, or nothing without logprobs."""
-    if num_top is None:
-        return
+    """Yields one entry per token of the output."""
     token_ids = iter(array_i32(output.token_ids).tolist())
     for run in output.logprobs:
         chosen = array_f32(run.chosen).tolist()

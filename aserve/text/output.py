@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
-from typing import NamedTuple
 
+from aserve.messages.base import Record
 from aserve.messages.output import TokenLogprob
 from aserve.text.detokenize import TextStream
 from aserve.text.stop import StopMatcher
 
 
-class PendingToken(NamedTuple):
+class PendingToken(Record, frozen=True):
     token_id: int
     start: int  # the number of characters before its text
     logprob: TokenLogprob | None
 
 
-class Released(NamedTuple):
+class Released(Record, frozen=True):
     """The output that became certain since the last call of `take`."""
 
     text: str
@@ -101,8 +101,8 @@ class SequenceText:
         text = self._text[: self._certain_len() - self._num_released]
         self._text = self._text[len(text) :]
         self._num_released += len(text)
-        logprobs = tuple(token.logprob for token in ready if token.logprob is not None)
-        return Released(text, [token.token_id for token in ready], logprobs)
+        logprobs = [token.logprob for token in ready if token.logprob is not None]
+        return Released(text, [token.token_id for token in ready], tuple(logprobs))
 
     def _extend(self, text: str) -> None:
         self._text += text

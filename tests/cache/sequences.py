@@ -36,7 +36,7 @@ def page_keys(symbols: str, *, namespace: str = "", page_size: int = PAGE_SIZE) 
 def open_sequence(cache: KvCache, symbols: str) -> PageAllocation:
     """Opened with its cached prefix and grown to all its pages."""
     allocation = cache.open(cache.match(page_keys(symbols)))
-    cache.grow(allocation, len(symbols))
+    cache.grow([allocation], [len(symbols)])
     return allocation
 
 

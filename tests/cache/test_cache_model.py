@@ -105,10 +105,10 @@ class CacheMachine(RuleBasedStateMachine):
         fits = all(self.available(group) >= missing for group in self.groups)
         if not fits:
             with pytest.raises(BugError):
-                self.cache.grow(life.allocation, num_pages)
+                self.cache.grow([life.allocation], [num_pages])
             assert [list(pages) for pages in life.allocation.pages] == before
             return
-        self.cache.grow(life.allocation, num_pages)
+        self.cache.grow([life.allocation], [num_pages])
         if missing:
             others = [other.naive for other in self.lives if other is not life]
             self.naive.grow(life.naive, num_pages, others)

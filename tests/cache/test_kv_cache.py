@@ -77,7 +77,7 @@ def opened(cache: KvCache, name: str, *, num_pages: int) -> PageAllocation:
     that it writes to."""
     keys = [name[: index + 1].encode() for index in range(len(name))]
     allocation = cache.open(cache.match(keys))
-    cache.grow(allocation, num_pages)
+    cache.grow([allocation], [num_pages])
     cache.commit(allocation, keys, num_pages=len(keys))
     return allocation
 
