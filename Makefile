@@ -9,7 +9,7 @@ INSTALL := $(PY) -m pip install --constraint constraints.txt
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all test-page test-clients gpu-check image-check lint style format mutants lock clean
+.PHONY: help setup serve test test-all test-page test-ray test-clients gpu-check image-check lint style format mutants lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -77,6 +77,15 @@ test-all: lint ## the same with the large profiles and a fresh seed, which ASERV
 test-page: setup ## the web page in Chromium; CHROMIUM=file of the browser, ARGS=folder for screenshots
 	@$(PY) -m tests.page.in_browser $(ARGS)
 
+# Not in `test`: Ray and what it needs go to an environment of their own, which sees the packages of .venv as well.
+RAY_VENV := .venv-ray
+SITE_PACKAGES = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+test-ray: setup ## ranks that Ray places on the two machines of a cluster, which are processes
+	[ -d $(RAY_VENV) ] || $(PY) -m venv $(RAY_VENV)
+	$(RAY_VENV)/bin/python -m pip install --quiet 'ray>=2.50'
+	$(PY) $(SITE_PACKAGES) > "$$($(RAY_VENV)/bin/python $(SITE_PACKAGES))/main.pth"
+	$(RAY_VENV)/bin/python -m pytest -q -n 0 tests/parallel/test_ray.py $(ARGS)
+
 # Not in `test`: it installs the clients, each in an environment of its own.
 test-clients: setup ## clients that nobody here wrote (LangChain, Anthropic, Ollama, ...) against a server; ARGS=names
 	@$(PY) -m tests.clients.run $(ARGS)
@@ -118,5 +127,5 @@ lock: ## write constraints.txt anew: the newest versions that fit its torch and 
 	rm -rf $(LOCK_VENV)
 
 clean: ## remove .venv, caches and build output
-	rm -rf $(VENV) $(LOCK_VENV) .venv-clients .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(LOCK_VENV) .venv-clients $(RAY_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find aserve kernels tests -name __pycache__ -type d -prune -exec rm -rf {} +

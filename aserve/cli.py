@@ -51,6 +51,7 @@ from aserve.host.environment import (
 from aserve.host.logs import start_logging
 from aserve.options.arguments import add_groups
 from aserve.options.foreign_flags import add_foreign_flags
+from aserve.options.node_options import NodeOptions
 from aserve.options.option import Option, build_options, options_of, unknown_option
 from aserve.tiny import MODEL_DIR
 
@@ -69,6 +70,7 @@ COMMAND_RECORDS: Mapping[str, tuple[type, ...]] = {
         GrammarOptions,
         LoraOptions,
         DisaggregationOptions,
+        NodeOptions,
         ServerOptions,
         RouterOptions,
     ),
@@ -167,6 +169,10 @@ def _serve(resolved: Resolved) -> int:
         from aserve.router.run import serve_replicas
 
         return serve_replicas(resolved)
+    if resolved.nodes.node_rank > 0:
+        from aserve.parallel.rank_host import serve_node
+
+        return serve_node(resolved)
     collect_rarely()
     from aserve.server import serve
 

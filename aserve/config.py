@@ -20,6 +20,7 @@ from aserve.errors import ConfigError
 from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.diffusion.registry import ALGORITHMS as DENOISING
 from aserve.gpu.spec.registry import ALGORITHMS, COUPLED, VERIFICATIONS
+from aserve.options.node_options import NodeOptions, check_nodes
 from aserve.options.option import (
     ENV_PREFIX,
     Limits,
@@ -946,6 +947,7 @@ class Resolved:
     diffusion: DiffusionOptions
     disaggregation: DisaggregationOptions
     machine: MachineOptions
+    nodes: NodeOptions
     experts: ExpertOptions
     graphs: GraphOptions
     server: ServerOptions
@@ -963,8 +965,13 @@ class Resolved:
 
     @property
     def num_ranks(self) -> int:
-        """The processes among which the model is divided."""
+        """The processes among which the layers of a stage are divided."""
         return max(self.machine.tensor_parallel_size, self.expert_parallel_size, self.dp_size)
+
+    @property
+    def num_processes(self) -> int:
+        """The ranks of all stages."""
+        return self.num_ranks * self.machine.pipeline_parallel_size
 
     @property
     def model_name(self) -> str:
@@ -996,6 +1003,7 @@ def resolve(raw: Raw, facts: Facts) -> Resolved:
         diffusion=_build(DiffusionOptions, values),
         disaggregation=_build(DisaggregationOptions, values),
         machine=machine,
+        nodes=_build(NodeOptions, values),
         experts=experts,
         graphs=_build(GraphOptions, values),
         server=server,
@@ -1005,6 +1013,12 @@ def resolve(raw: Raw, facts: Facts) -> Resolved:
         dp_size=dp_size,
     )
     _check_data_ranks(resolved)
+    check_nodes(
+        resolved.nodes,
+        num_ranks=resolved.num_processes,
+        num_servers=server.replicas,
+        sleeps=server.sleep_idle_seconds is not None,
+    )
     return resolved
 
 
@@ -1130,7 +1144,7 @@ def shown_settings(resolved: Resolved) -> dict[str, object]:
     parts = (
         *(resolved.model, resolved.kv, resolved.scheduler, resolved.grammar),
         *(resolved.speculative, resolved.diffusion, resolved.machine, resolved.experts),
-        resolved.graphs,
+        *(resolved.graphs, resolved.nodes),
         *(resolved.disaggregation, resolved.server, resolved.debug),
     )
     return {
@@ -1188,6 +1202,7 @@ ALL_RECORDS: tuple[type, ...] = (
     DiffusionOptions,
     DisaggregationOptions,
     MachineOptions,
+    NodeOptions,
     ExpertOptions,
     GraphOptions,
     ServerOptions,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -95,7 +96,7 @@ def load_executor(
 ) -> LocalExecutor:
     """Loads the executor for `--device`. It takes as long as loading the weights takes."""
     load_named = executors.get(resolved.machine.device)
-    is_alone = resolved.num_ranks * resolved.machine.pipeline_parallel_size == 1
+    is_alone = resolved.num_processes == 1
     if load_named is not None:
         if not is_alone:
             raise ConfigError(
@@ -106,7 +107,14 @@ def load_executor(
     build = functools.partial(load_rank, resolved, model_dir, patience=patience, on_stage=on_stage)
     if is_alone:
         return build(Coordinates)
-    return load_ranks(resolved, model_dir, build, patience)
+    return load_ranks(resolved, model_dir, build, patience, serve_store)
+
+
+def serve_store(listener: socket.socket) -> object:
+    """Serves what ranks on several machines find each other by, as long as the result lives."""
+    from aserve.gpu.parallel import meeting
+
+    return meeting.serve_store(listener)
 
 
 def load_rank(
@@ -126,6 +134,7 @@ def load_rank(
             ranks=ranks,
             pipeline=_pipeline(place, patience),
             data_parallel=place.has_own_rows,
+            num_processes=place.num_on_node,
         )
         options = dataclasses.replace(options, experts=_expert_ranks(resolved, own, options))
         executor = build_executor(options, on_progress=on_progress)

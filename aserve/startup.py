@@ -133,11 +133,13 @@ def _without_keys(resolved: Resolved) -> Resolved:
 
 def launcher_of(resolved: Resolved, frontends: Frontends | None = None) -> Launcher:
     """Chooses one or two processes: on a GPU, text and HTTP would compete with the engine for the
-    GIL. Several frontends, and an engine that sleeps, need an engine process.
+    GIL. Several frontends, and an engine that sleeps, need an engine process. An engine on several
+    machines has one, so that it is started again if a machine is lost.
     """
     wish, naps = resolved.server.processes, resolved.server.sleep_idle_seconds is not None
     if wish == "auto":
-        is_apart = frontends is not None or naps or may_have_cuda(resolved.machine.device)
+        is_apart = frontends is not None or naps or not resolved.nodes.is_alone
+        is_apart = is_apart or may_have_cuda(resolved.machine.device)
         wish = "2" if is_apart else "1"
     logger.info("processes=%s frontends=%s", wish, resolved.server.frontends)
     return InItsOwnProcess(frontends=frontends) if wish == "2" else InThisProcess()

@@ -107,6 +107,7 @@ class BuildOptions:
     data_parallel: bool = False  # each of `ranks` has rows and pages of its own
     experts: ExpertRanks | None = None  # divides the experts whole; None: like other layers
     pipeline: Pipeline = UNDIVIDED
+    num_processes: int = 1  # ranks that share this machine
 
 
 def build_executor(
@@ -153,8 +154,7 @@ def build_on(
         options.threads
         or max(
             1,
-            min(form.max_threads or DEFAULT_THREADS, DEFAULT_THREADS)
-            // options.pipeline.num_processes(options.ranks),
+            min(form.max_threads or DEFAULT_THREADS, DEFAULT_THREADS) // options.num_processes,
         )
     )
     is_dummy = options.load_format == "dummy"
@@ -295,10 +295,8 @@ def assemble(
     if num_pages is None:
         run_largest = functools.partial(_run_largest, parts)
         budget_bytes = device.kv_bytes(run_largest, share=options.memory_share)
-        # All ranks have the same pages, in the memory of one machine.
-        budget_bytes = options.ranks.least(
-            budget_bytes // options.pipeline.num_processes(options.ranks)
-        )
+        # All ranks have the same pages, and some share the memory of a machine.
+        budget_bytes = options.ranks.least(budget_bytes // options.num_processes)
     what = "the KV does not fit beside the model; lower --num-pages or --gpu-memory-utilization"
     with device.stream(), names_the_option(what):
         made = _make(parts, num_pages=num_pages, budget_bytes=budget_bytes)

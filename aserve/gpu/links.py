@@ -1,5 +1,5 @@
 """Examines what connects ranks, nodes and engines, for `aserve doctor`: links between GPUs, NCCL,
-NIXL, shared memory and the network of this machine."""
+NIXL, Ray, shared memory and the network of this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from aserve.host.environment import installed_version
 MIB, GIB = 1 << 20, 1 << 30
 SIZE_BYTES = 16 * MIB  # of a measured copy
 REPEATS = 3  # of which the fastest counts
-NIXL = "nixl"
+NIXL, RAY = "nixl", "ray"
 SMALL_SHARED_BYTES = 64 * MIB  # container runtimes give this much unless told otherwise
 SLOW_SHARED, SLOW_LOOPBACK = 1.0, 0.3  # GiB/s
 
@@ -27,6 +27,7 @@ SLOW_SHARED, SLOW_LOOPBACK = 1.0, 0.3  # GiB/s
 class Links:
     nccl: str | None  # its version; None: torch has none
     nixl: str | None  # its version; None: not installed
+    ray: str | None  # its version; None: not installed
     num_gpus: int
     apart: tuple[tuple[int, int], ...]  # GPUs that cannot read each other's memory
     shared_rate: float | None  # GiB/s of a copy into shared memory; None: there is none
@@ -41,6 +42,7 @@ def examine_links(shared_folder: str | None) -> Links:
     return Links(
         nccl=".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
         nixl=installed_version(NIXL),
+        ray=installed_version(RAY),
         num_gpus=num_gpus,
         apart=tuple(pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)),
         shared_rate=None if shared_folder is None else _shared_rate(shared_folder),
@@ -55,6 +57,7 @@ def describe_links(links: Links) -> Iterator[tuple[str, str]]:
         yield "links", f"{links.num_gpus} GPUs, {ways}"
     yield "NCCL", links.nccl or "not in this build of torch"
     yield "NIXL", links.nixl or "not installed"
+    yield "Ray", links.ray or "not installed (aserve[ray] places ranks on several nodes)"
     yield "shared memory", _rate(links.shared_rate)
     yield "loopback", _rate(links.loopback_rate)
 

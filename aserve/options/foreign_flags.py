@@ -95,9 +95,8 @@ def read_graph_sizes(value: str) -> Settings:
 
 
 ONE = {"1": NOTHING}
-ONE_MACHINE = "the ranks of an engine are on one machine"
 FOREIGN_FLAGS = (
-    ForeignFlag(("nnodes",), ONE_MACHINE, ONE),
+    ForeignFlag(("master-addr", "master-port"), "--dist-init-addr HOST:PORT says both"),
     ForeignFlag(
         ("scheduling-policy", "schedule-policy"),
         "clients take turns, and each is served first come, first served, whatever prefixes are "
@@ -263,6 +262,7 @@ FOREIGN_FLAGS = (
     switch("enable-offline-docs", "/docs needs nothing from outside"),
     switch("enable-multimodal", "pictures are read if the model takes them"),
     switch("is-embedding", "the model's directory says whether it embeds"),
+    switch("headless", "a node whose --node-rank is not 0 serves no clients"),
     switch("skip-server-warmup", "the warm-up is one step"),
     switch("disable-custom-all-reduce", "there is no custom all-reduce"),
     switch(

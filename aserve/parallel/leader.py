@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
-import tempfile
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -19,10 +18,11 @@ from aserve.errors import BugError, EngineDead, ErrorInfo
 from aserve.messages.changes import CheckWeights, EngineJob, LoadLora, LoadWeights
 from aserve.messages.executor import Ticket
 from aserve.messages.step import Launch, Resync, Sample, ScheduleBatch
+from aserve.parallel.hosts import Hosts, RemoteHost
 from aserve.parallel.joined import RowsOfRanks
-from aserve.parallel.processes import RankProcess, rank_processes
+from aserve.parallel.launch import started_ranks
+from aserve.parallel.processes import RankProcess
 from aserve.parallel.topology import (
-    SHARED_FOLDER,
     Coordinates,
     Meet,
     Outcome,
@@ -44,33 +44,27 @@ def load_ranks(
     model_dir: Path,
     build: Callable[[Meet], LocalExecutor],
     patience: Patience,
+    serve_store: Callable[[socket.socket], object],
 ) -> ParallelExecutor:
     """Starts the other ranks, and builds the executor of this one by `build`, whose collectives
-    have `patience`."""
-    with (
-        tempfile.TemporaryDirectory(prefix="aserve-ranks-", dir=_shared_folder()) as folder,
-        rank_processes(resolved, model_dir, store := Path(folder, "store")) as ranks,
-    ):
+    have `patience`. What `serve_store` returns serves ranks of several machines as it lives."""
+    with started_ranks(resolved, model_dir) as team:
+        served: list[object] = []
 
         def meet() -> Coordinates:
-            for rank in ranks:
+            for rank in team.ranks:
                 rank.expect(RankUp, timeout_s=UP_S)
-            num_stages = resolved.machine.pipeline_parallel_size
-            has_own_rows = resolved.dp_size > 1
-            return Coordinates(0, resolved.num_ranks, str(store), num_stages, has_own_rows)
+            if team.store is not None:
+                served.append(serve_store(team.store))
+            return team.place
 
-        own = _built(lambda: build(meet), ranks)
+        own = _built(lambda: build(meet), team.ranks)
         num_pages = tuple(group.num_pages for group in own.spec.groups)
-        for rank in ranks:
+        for rank in team.ranks:
             loaded = rank.expect(RankLoaded)
             if loaded.num_pages != num_pages:
                 raise EngineDead(f"ranks have {loaded.num_pages} and {num_pages} pages")
-        return ParallelExecutor(own, ranks, patience)
-
-
-def _shared_folder() -> str | None:
-    """The folder whose files are memory, where the machine has one."""
-    return SHARED_FOLDER if os.access(SHARED_FOLDER, os.W_OK) else None
+        return ParallelExecutor(own, team.ranks, patience, team.hosts)
 
 
 def _built(build: Callable[[], LocalExecutor], ranks: Sequence[RankProcess]) -> LocalExecutor:
@@ -87,7 +81,11 @@ class ParallelExecutor:
     """A `LocalExecutor` over that of rank 0. Its methods are called on the event loop's thread."""
 
     def __init__(
-        self, own: LocalExecutor, ranks: Sequence[RankProcess], patience: Patience
+        self,
+        own: LocalExecutor,
+        ranks: Sequence[RankProcess],
+        patience: Patience,
+        hosts: Hosts | None = None,
     ) -> None:
         self.spec = own.spec
         self.about = f"{own.about}, on {len(ranks) + 1} ranks"
@@ -95,6 +93,7 @@ class ParallelExecutor:
         self._own = own
         self.patience = patience
         self.ranks = tuple(ranks)
+        self.hosts = hosts or Hosts()
         self._loop: asyncio.AbstractEventLoop
         self._num_jobs = 0
         self._answers: dict[int, list[asyncio.Future[ErrorInfo | None]]] = {}  # by job and rank
@@ -109,6 +108,8 @@ class ParallelExecutor:
         self._own.died.add_done_callback(self._own_died)
         for rank in self.ranks:
             loop.add_reader(rank.socket, functools.partial(self._read, rank))
+        for host in self.hosts.members.values():
+            loop.add_reader(host.control.socket, functools.partial(self._watch, host))
 
     async def warm_up(self) -> None:
         self._send(WarmUp())
@@ -160,12 +161,15 @@ class ParallelExecutor:
         """Runs what was launched to its end on all ranks, then ends them. Where a rank is lost, the
         others will never end their step: they are killed."""
         self._loop.call_soon_threadsafe(self._forget_ranks)
-        if self.died.done() and not self.died.cancelled():
+        is_lost = self.died.done() and not self.died.cancelled()
+        if is_lost:
             for rank in self.ranks:
                 rank.process.kill()
+        self.hosts.end(is_over=not is_lost)
         self._own.close()
         for rank in self.ranks:
             rank.close()
+        self.hosts.close()
 
     def _send(self, message: ToRank, *, ranks: Sequence[RankProcess] | None = None) -> None:
         for rank in self.ranks if ranks is None else ranks:
@@ -186,6 +190,11 @@ class ParallelExecutor:
             elif answer.number in self._answers:
                 self._answers[answer.number][rank.number - 1].set_result(answer.error)
 
+    def _watch(self, host: RemoteHost) -> None:
+        if host.has_ended():
+            self._loop.remove_reader(host.control.socket)
+            self._die(EngineDead(f"the {host} was lost"))
+
     def _complete(self, rank: RankProcess, outcome: Outcome) -> None:
         assert self._rows is not None
         try:
@@ -205,6 +214,8 @@ class ParallelExecutor:
                 answer.set_result(EngineDead(f"the engine ended: {reason}").info())
 
     def _forget_ranks(self) -> None:
-        for rank in self.ranks:
-            if rank.socket.fileno() >= 0:
-                self._loop.remove_reader(rank.socket)
+        sockets = [rank.socket for rank in self.ranks]
+        sockets += [host.control.socket for host in self.hosts.members.values()]
+        for sock in sockets:
+            if sock.fileno() >= 0:
+                self._loop.remove_reader(sock)

@@ -1,28 +1,29 @@
-"""The processes of the other ranks, as the process of rank 0 sees them.
+"""The processes of the other ranks, as the process of rank 0 sees them: on its own machine, and on
+others behind their hosts.
 
-Whoever started them ends them. If it dies, its sockets close, and a rank whose socket closes ends;
-so no rank outlives rank 0.
+Rank 0 ends them. If it dies, its sockets close, and a rank whose socket closes ends; so no rank
+outlives rank 0.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
-from pathlib import Path
-from typing import IO, TypeVar, cast
+from typing import IO, Protocol, TypeVar, cast
 
 import msgspec
 
 from aserve import frames
-from aserve.config import Resolved
 from aserve.errors import ConfigError, EngineDead
 from aserve.parallel.topology import (
+    SHARED_FOLDER,
     Answer,
-    Coordinates,
     FromRank,
     RankFailed,
     StartRank,
@@ -42,16 +43,29 @@ PIECE_BYTES = 1 << 16
 BUFFER_BYTES = 4 << 20  # several steps of the longest prompts
 
 
-class RankProcess:
-    """The process of one rank, and the socket to it."""
+class Process(Protocol):
+    """The part of subprocess.Popen that counts. `wait` raises subprocess.TimeoutExpired."""
 
-    def __init__(self, start: StartRank) -> None:
+    returncode: int | None
+
+    def wait(self, timeout: float) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+class RankProcess:
+    """The process of one rank, and the socket to it. `where` says on which machine it is, if it is
+    not this one."""
+
+    def __init__(
+        self, start: StartRank, sock: socket.socket, process: Process, *, where: str = ""
+    ) -> None:
         self.number = start.coordinates.rank
-        self.socket, theirs = socket.socketpair()
+        self.process = process
+        self._where = where
+        self.socket = sock
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         self.socket.settimeout(SEND_S)
-        with theirs:
-            self.process = spawned(RANK, theirs)
         self._stream = cast(IO[bytes], self.socket.makefile("rwb"))
         self._splitter = frames.FrameSplitter()
         self.send(start)
@@ -67,6 +81,8 @@ class RankProcess:
             found: object = frames.receive(self._stream, FromRank)  # type: ignore[arg-type]  # union
         except TimeoutError:
             raise EngineDead(f"rank {self.number} did not answer in {timeout_s:.0f} s") from None
+        except OSError:
+            found = None
         finally:
             self.socket.settimeout(SEND_S)
         if isinstance(found, kind):
@@ -89,8 +105,9 @@ class RankProcess:
     def ending(self) -> str:
         """Says how a process that has closed its socket has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return f"rank {self.number} {describe(self.process.wait(DEATH_S))}"
-        return f"rank {self.number} closed its socket"
+            code = self.process.wait(DEATH_S)
+            return f"rank {self.number}{self._where} {describe(code)}"
+        return f"rank {self.number}{self._where} closed its socket"
 
     def close(self) -> None:
         """Ends the rank by the end of its socket, within END_S."""
@@ -101,22 +118,28 @@ class RankProcess:
             self.process.wait(END_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(END_S)
+
+
+def spawned_rank(start: StartRank) -> RankProcess:
+    """Starts a rank on this machine."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = spawned(RANK, theirs)
+    return RankProcess(start, ours, cast(Process, process))
+
+
+def memory_folder() -> str:
+    """The folder whose files are memory, where the machine has one."""
+    return SHARED_FOLDER if os.access(SHARED_FOLDER, os.W_OK) else tempfile.gettempdir()
 
 
 @contextlib.contextmanager
-def rank_processes(
-    resolved: Resolved, model_dir: Path, store: Path
-) -> Iterator[tuple[RankProcess, ...]]:
-    """Starts all ranks but the first one. It ends them if the block raises, and only then."""
-    num_stages = resolved.machine.pipeline_parallel_size
-    first = Coordinates(0, resolved.num_ranks, str(store), num_stages, resolved.dp_size > 1)
-    with contextlib.ExitStack() as undo:
-        ranks = []
-        for number in range(1, first.num_processes):
-            place = msgspec.structs.replace(first, rank=number)
-            rank = RankProcess(StartRank(resolved, str(model_dir), os.getcwd(), place))
-            undo.callback(rank.close)
-            ranks.append(rank)
-        yield tuple(ranks)
-        undo.pop_all()
+def shared_folder(path: str) -> Iterator[str]:
+    """Makes a folder for what ranks of one machine share, which may have several hosts."""
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)

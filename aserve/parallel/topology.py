@@ -3,11 +3,13 @@
 Rank 0 runs in the engine's process and has the scheduler. Each other rank is a process that gets
 the same launches in the same order. It samples the same tokens by the same noise, or has rows of
 its own and answers each step by their outcome. Apart from that, it answers jobs alone while it
-serves. Messages travel as length-prefixed msgpack over one socket for each rank.
+serves. Messages travel as length-prefixed msgpack over one socket for each rank: a socket pair on
+one machine, and TCP between machines.
 """
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -23,8 +25,24 @@ from aserve.messages.step import Launch, Resync, Sample
 SHARED_FOLDER = "/dev/shm"  # files in it are memory
 
 
+class Cluster(msgspec.Struct, frozen=True):
+    """The machines of ranks that do not all share one. Ranks of different machines find each other
+    by a store of torch.distributed, and exchange over TCP."""
+
+    nodes: tuple[int, ...]  # the machine of each rank
+    host: str  # the address of this rank's machine
+    store_host: str
+    store_port: int
+
+    def part(self, first: int, num_ranks: int) -> Cluster | None:
+        """The cluster of some of the ranks. None: they share a machine."""
+        nodes = self.nodes[first : first + num_ranks]
+        return None if len(set(nodes)) == 1 else msgspec.structs.replace(self, nodes=nodes)
+
+
 class Coordinates(msgspec.Struct, frozen=True):
-    """The place of a rank among all of them, and the file in which they find each other.
+    """The place of a rank among all of them, and the file in which those of its machine find each
+    other.
 
     A pipeline has stages, and each stage has the ranks among which heads, experts or both are
     divided. Their axis is the innermost one, so that the ranks that talk most are neighbours. The
@@ -37,6 +55,7 @@ class Coordinates(msgspec.Struct, frozen=True):
     store: str = ""
     num_stages: int = 1
     has_own_rows: bool = False  # a data-parallel rank
+    cluster: Cluster | None = None  # None: all ranks share a machine
 
     @property
     def num_processes(self) -> int:
@@ -55,15 +74,33 @@ class Coordinates(msgspec.Struct, frozen=True):
         return self.num_ranks == 1
 
     @property
+    def num_on_node(self) -> int:
+        """The ranks that share the machine of this one."""
+        return sum(self.shares_node(other) for other in range(self.num_processes))
+
+    def shares_node(self, other: int) -> bool:
+        """Whether another rank is on the machine of this one."""
+        nodes = self.cluster.nodes if self.cluster else (0,) * self.num_processes
+        return nodes[other] == nodes[self.rank]
+
+    @property
     def in_stage(self) -> Coordinates:
         """The place among the ranks of one stage."""
         rank = self.rank % self.num_ranks
-        return Coordinates(rank, self.num_ranks, f"{self.store}.stage{self.stage}")
+        part = self.cluster and self.cluster.part(self.rank - rank, self.num_ranks)
+        store = f"{self.store}.stage{self.stage}"
+        return Coordinates(rank, self.num_ranks, store, cluster=part)
 
     @property
     def among_all(self) -> Coordinates:
         """The place among the ranks of all stages, as if they were of one."""
-        return Coordinates(self.rank, self.num_processes, f"{self.store}.all")
+        store = f"{self.store}.all"
+        return Coordinates(self.rank, self.num_processes, store, cluster=self.cluster)
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Whether a host is reached by IPv4 or IPv6. Raises OSError for one that is not known."""
+    return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
 
 
 class Patience:

@@ -23,8 +23,12 @@ BROAD_EXCEPT_HOMES = (
 )
 ENVIRONMENT_HOMES = ("aserve/config.py",)
 ENVIRONMENT_CALLS = ("os.environ", "os.getenv", "os.putenv")
-# The client for Node is in the npm registry, which a machine may not reach, and NIXL is for Linux.
-SKIP_HOMES = ("tests/e2e/test_node_client.py", "tests/disagg/test_nixl.py")
+# The client for Node is in the npm registry, which a machine may not reach. NIXL is for Linux, and
+# Ray has packages of its own, so both are tested where they are installed.
+SKIP_HOMES = (
+    *("tests/e2e/test_node_client.py", "tests/disagg/test_nixl.py"),
+    "tests/parallel/test_ray.py",
+)
 DEVICE = ("aserve/gpu/",)
 PURE = ("aserve/scheduling/", "aserve/cache/")
 # A drafter is named by its own file and a registry line; tiny/ and bench/ train and measure it.

@@ -79,6 +79,7 @@ REACH = {
         aserve=(
             *(*FIRST, "aserve.gpu.attention.registry", "aserve.gpu.diffusion.registry"),
             *("aserve.gpu.spec.registry", "aserve.parsers.registry"),
+            "aserve.options.node_options",
         ),
         packages=(*PLAIN, "yaml"),
     ),

@@ -19,8 +19,8 @@ from aserve.gpu.links import Links
 from aserve.gpu.models.registry import FAMILIES
 from aserve.gpu.supported import backend_rows, family_rows
 
-LINKS = Links(None, None, 0, (), shared_rate=5.0, loopback_rate=2.0)
-GPUS = Links("2.28", "1.0", 2, (), shared_rate=5.0, loopback_rate=2.0)
+LINKS = Links(None, None, None, 0, (), shared_rate=5.0, loopback_rate=2.0)
+GPUS = Links("2.28", "1.0", None, 2, (), shared_rate=5.0, loopback_rate=2.0)
 GPU = CudaDevice("NVIDIA H200", 139 << 30)
 GOOD = Findings(
     versions=dict.fromkeys(PACKAGES, "1.0"),
@@ -90,8 +90,8 @@ def test_a_good_machine_gets_no_advice_and_a_gpu_none_about_the_cpu() -> None:
 
 def test_what_is_found_on_this_machine_is_told_line_by_line() -> None:
     shown = "\n".join(report(examine()))
-    own = ("CPU", "memory", "device", "instructions", "NCCL", "NIXL", "shared memory", "loopback")
-    for word in (*PACKAGES, *own):
+    own = ("CPU", "memory", "device", "instructions", "NCCL", "NIXL", "Ray", "shared memory")
+    for word in (*PACKAGES, *own, "loopback"):
         assert word in shown
 
 

@@ -33,7 +33,7 @@ from tests.parallel.test_rank_traces import (
     options_of,
     requests_of,
 )
-from tests.parallel.test_ranks import CROWDED, FAR, MOVING, asks, loaded, resolved_of
+from tests.parallel.test_ranks import CROWDED, FAR, MOVING, asks, loaded, pid_of, resolved_of
 from tools.train_models.folder import MODELS_DIR, complete_folder
 
 TWO: dict[str, Any] = {"enable_dp_attention": True, "replicas": 2}
@@ -120,7 +120,7 @@ async def test_tokens_are_those_of_one_rank_until_a_rank_stops() -> None:
         again = await serve_between(executor, asks(), first_iteration=FAR)
         executor.patience.seconds = 0.5
         [rank] = executor.ranks
-        os.kill(rank.process.pid, signal.SIGSTOP)
+        os.kill(pid_of(rank), signal.SIGSTOP)
         stuck = asyncio.ensure_future(serve_between(executor, asks(), first_iteration=2 * FAR))
         async with asyncio.timeout(10):
             reason = await executor.died

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, cast
 
+import msgspec
 import pytest
 
 from aserve.config import Resolved
@@ -25,7 +26,7 @@ from aserve.messages.requests import AdmitRequest
 from aserve.parallel.leader import ParallelExecutor
 from aserve.parallel.processes import RankProcess
 from aserve.parallel.rank import Follower
-from aserve.parallel.topology import Coordinates, Patience
+from aserve.parallel.topology import Cluster, Coordinates, Patience
 from aserve.progress import ignore_stage
 from aserve.text.load import load_tokenizer
 from aserve.tiny import MODEL_DIR
@@ -63,12 +64,18 @@ class RankThread(RankProcess):
         self._thread.join()
 
 
-def joined(resolved: Resolved, store: Path, folder: Path = MODEL_DIR) -> ParallelExecutor:
-    patience, num_ranks = Patience(), resolved.num_ranks
-    places = [
-        Coordinates(rank, num_ranks, str(store), has_own_rows=resolved.dp_size > 1)
-        for rank in range(num_ranks)
-    ]
+def joined(
+    resolved: Resolved, store: Path, folder: Path = MODEL_DIR, *, cluster: Cluster | None = None
+) -> ParallelExecutor:
+    patience, num_ranks = Patience(), resolved.num_processes
+    first = Coordinates(
+        num_ranks=resolved.num_ranks,
+        store=str(store),
+        num_stages=resolved.machine.pipeline_parallel_size,
+        has_own_rows=resolved.dp_size > 1,
+        cluster=cluster,
+    )
+    places = [placed(first, rank, store) for rank in range(num_ranks)]
 
     def load(place: Coordinates) -> LocalExecutor:
         return load_rank(resolved, folder, lambda: place, patience=patience, on_stage=ignore_stage)
@@ -77,6 +84,14 @@ def joined(resolved: Resolved, store: Path, folder: Path = MODEL_DIR) -> Paralle
         own, *others = pool.map(load, places)
     threads = [RankThread(*each, patience) for each in zip(places[1:], others, strict=True)]
     return ParallelExecutor(own, threads, patience)
+
+
+def placed(first: Coordinates, rank: int, store: Path) -> Coordinates:
+    """The place of a rank. Ranks of different machines have folders of their own."""
+    if first.cluster is not None:
+        store = store.parent / f"node{first.cluster.nodes[rank]}" / store.name
+        store.parent.mkdir(exist_ok=True)
+    return msgspec.structs.replace(first, rank=rank, store=str(store))
 
 
 def options_of(rng: random.Random, drafter: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from aserve.load import load_executor
 from aserve.messages.changes import CheckWeights, EngineJob, LoadLora, LoadWeights
 from aserve.messages.requests import AdmitRequest
 from aserve.parallel.leader import ParallelExecutor
+from aserve.parallel.processes import RankProcess
 from aserve.parallel.topology import RankLost
 from aserve.text.load import load_tokenizer
 from aserve.tiny import MODEL_DIR
@@ -47,6 +49,11 @@ def resolved_of(**options: Any) -> Resolved:
 
 def loaded(folder: Path = MODEL_DIR, **options: Any) -> LocalExecutor:
     return load_executor(resolved_of(**options), folder)
+
+
+def pid_of(rank: RankProcess) -> int:
+    assert isinstance(rank.process, subprocess.Popen)
+    return rank.process.pid
 
 
 def asks(*, is_plain: bool = False) -> list[AdmitRequest]:
@@ -152,7 +159,7 @@ async def test_ranks_take_adapters_and_new_weights_and_a_rank_that_stops_ends_th
         assert "adapter_config.json" in refused.message
         assert not two.died.done()
         [rank] = two.ranks
-        os.kill(rank.process.pid, signal.SIGSTOP)
+        os.kill(pid_of(rank), signal.SIGSTOP)
         stuck = asyncio.ensure_future(outputs_of(two, slot=0, first_iteration=9 * FAR))
         async with asyncio.timeout(10):
             reason = await two.died
@@ -188,7 +195,7 @@ async def test_a_killed_rank_ends_the_engine_at_once() -> None:
     assert isinstance(executor, ParallelExecutor)
     [rank] = executor.ranks
     executor.start(asyncio.get_running_loop())
-    os.kill(rank.process.pid, signal.SIGKILL)
+    os.kill(pid_of(rank), signal.SIGKILL)
     async with asyncio.timeout(10):
         reason = await executor.died
     executor.close()

@@ -15,15 +15,14 @@ from typing import Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.distributed import FileStore, ProcessGroupGloo  # type: ignore[attr-defined]  # has both
+from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]  # not exported
     AllgatherOptions,
 )
 
+from aserve.gpu.parallel.meeting import host_of, store_of
 from aserve.parallel.topology import Coordinates, Patience, RankLost
 
-LOOPBACK = "127.0.0.1"
-MEET_S = 60.0  # until all ranks have connected
 COLLECTIVE_S = 60.0  # until all ranks have come to an all-to-all
 
 
@@ -63,10 +62,11 @@ ALONE = Alone()
 
 
 def collectives_of(place: Coordinates, patience: Patience) -> Collectives:
-    """Meets the other ranks, which are on this machine. Without numba they meet over gloo."""
+    """Meets the other ranks. Those of one machine share memory, and others, or ranks without numba,
+    meet over gloo."""
     if place.is_alone:
         return ALONE
-    if find_spec("numba") is None:
+    if place.cluster is not None or find_spec("numba") is None:
         return GroupCollectives(place, patience)
     from aserve.gpu.parallel.shared import SharedCollectives
 
@@ -132,11 +132,10 @@ class ProcessGroup(Protocol):
 
 
 def gloo_group(place: Coordinates, *, name: str = "sums") -> ProcessGroup:
-    """Meets the other ranks on the loopback interface. Groups of different names are apart."""
-    size = place.num_ranks
-    store = FileStore(f"{place.store}-{name}", size)
-    store.set_timeout(timedelta(seconds=MEET_S))
+    """Meets the other ranks, which reach this one at `host_of`. Groups of different names are
+    apart."""
+    store = store_of(place, name)
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in the stub
-    options._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    options._devices = [ProcessGroupGloo.create_device(hostname=host_of(place))]
     options._timeout = timedelta(seconds=COLLECTIVE_S)
-    return cast(ProcessGroup, ProcessGroupGloo(store, place.rank, size, options))
+    return cast(ProcessGroup, ProcessGroupGloo(store, place.rank, place.num_ranks, options))

@@ -1,8 +1,8 @@
 """The pipe between neighbouring stages of a pipeline: it carries the hidden states of each step.
 
-Stages are processes of one machine, joined by Unix sockets. A message is a header and the bytes of
-one tensor. It names its step, because a stage that has failed drops steps which the stage before it
-has sent: what is older than the step that it asks for is thrown away.
+Stages are processes, joined by Unix sockets on one machine and by TCP between two. A message is a
+header and the bytes of one tensor. It names its step, because a stage that has failed drops steps
+which the stage before it has sent: what is older than the step that it asks for is thrown away.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ import contextlib
 import socket
 import struct
 import weakref
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from aserve.errors import BugError
 from aserve.gpu.parallel.collectives import Collectives
+from aserve.gpu.parallel.meeting import Door, enter
 from aserve.parallel.topology import Coordinates, RankLost
 
 HEADER = struct.Struct("<qq")  # iteration, bytes
-MEET_S = 60.0  # for the neighbours to meet
 STEP_S = 60.0  # for a neighbour's step, which may compile or compute a long chunk
 
 
@@ -83,36 +82,13 @@ def _bytes_of(values: Tensor) -> memoryview:
 def open_pipe(place: Coordinates, world: Collectives) -> Pipe:
     """Meets the neighbours, whose ranks in their stages are that of this one. All ranks of `world`
     do so together: each listens before any connects."""
-    next_rank = place.rank - place.num_ranks
+    before_rank, next_rank = place.rank + place.num_ranks, place.rank - place.num_ranks
     with contextlib.ExitStack() as undo:
-        listener = None
-        if place.stage > 0:
-            listener = undo.enter_context(socket.socket(socket.AF_UNIX))
-            listener.bind(_address(place.store, place.rank))
-            listener.listen(1)
+        door = undo.enter_context(Door(place, before_rank)) if place.stage > 0 else None
         world.least(0)
-        after = None if place.is_last_stage else _connected(_address(place.store, next_rank))
-        before = None if listener is None else _accepted(listener)
+        after = None if place.is_last_stage else enter(place, next_rank)
+        try:
+            before = None if door is None else door.accepted()
+        except TimeoutError as error:
+            raise RankLost("the stage before did not come") from error
         return Pipe(before, after)
-
-
-def _address(store: str, rank: int) -> str:
-    return f"{store}.pipe{rank}"
-
-
-def _connected(address: str) -> socket.socket:
-    end = socket.socket(socket.AF_UNIX)
-    try:
-        end.connect(address)
-    except OSError as error:
-        end.close()
-        raise RankLost(f"{Path(address).name} does not listen: {error}") from error
-    return end
-
-
-def _accepted(listener: socket.socket) -> socket.socket:
-    listener.settimeout(MEET_S)
-    try:
-        return listener.accept()[0]
-    except TimeoutError as error:
-        raise RankLost("the stage before did not come") from error

@@ -143,10 +143,6 @@ class Pipeline:
     pipe: Pipe | None = None
     world: Collectives = ALONE
 
-    def num_processes(self, ranks: Collectives) -> int:
-        """Returns the number of processes that share the machine; `ranks` are those of a stage."""
-        return ranks.num_ranks * self.stage.count
-
     def target(self, target: Target, *, beside: Mapping[str, object]) -> Target:
         """Returns the target that the stage's part is built for. `beside` has the values of options
         that do not go with stages; ConfigError is raised if one is set."""

@@ -72,7 +72,9 @@ async def _set_asleep(context: HttpContext, *, is_asleep: bool) -> web.Response:
     """Refuses new requests from the beginning of the sleep to the end of the wake-up. Those of a
     nap wait for the engine.
     """
-    state = context.state
+    state, num_nodes = context.state, context.settings.get("nnodes", 1)
+    if is_asleep and num_nodes != 1:
+        raise refused(400, f"An engine on {num_nodes} nodes cannot sleep: the others would end.")
     if state.phase != "ready":
         refusal = state.refusal()
         assert refusal is not None
