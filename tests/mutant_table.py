@@ -547,6 +547,28 @@ MUTANTS = (
         "tests/gpu/spec/test_recurrent.py",
     ),
     Mutant(
+        "a hidden state that the relay does not get",
+        "aserve/gpu/spec/recurrent.py",
+        "return {HIDDEN: hidden.index_select(0, inputs.last)}",
+        "return {}",
+        "tests/gpu/spec/test_known_bugs.py::"
+        "test_b18_no_step_reads_a_relay_field_that_its_row_has_not_written",
+    ),
+    Mutant(
+        "attempts in vain that are as frequent as others",
+        "aserve/scheduling/draft_choice.py",
+        "        self._num_vain += len(tried) > 0\n",
+        "",
+        CHOICE,
+    ),
+    Mutant(
+        "accepted drafts behind a stop string that count",
+        "aserve/actors/text_request.py",
+        "num = self.text.num_kept - self.num_counted",
+        "num = len(self.places)",
+        "tests/actors/test_detokenizer.py",
+    ),
+    Mutant(
         "front rows with the hidden states of rejected drafts",
         "aserve/gpu/spec/front_rows.py",
         "self._keep(relay, own.rows, hidden, made.cu_query_lens[:-1] + lens - made.kv_lens)",
