@@ -7,7 +7,7 @@ bugs in the project's catalogue.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any
 
 import numpy as np
@@ -72,6 +72,24 @@ def test_b05_b33_a_prefix_hit_has_the_draft_kv_of_its_tokens(num_shared: int) ->
     assert found is not None
     expected = scratch_kv(model, torch.tensor(text[1:]), target_hidden(target, text)[:-1])
     torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("drafter", [lambda: Stumbling(4), StumblingTree])
+def test_a_turn_that_goes_on_finds_no_kv_of_rejected_drafts(
+    drafter: Callable[[], Stumbling], page_size: int
+) -> None:
+    """The prompt of each turn is all that was said before, so its prefix was written by windows."""
+    asked, text = [], PROMPT[:5]
+    for turn in range(3):
+        asked.append(request(f"turn {turn}", text, max_tokens=14, temperature=0.8, seed=turn))
+        text = [*text, *plain_outputs(HashModel(), asked[-1]), turn]
+    options: dict[str, Any] = {"page_size": page_size, "max_rows": 1, "num_pages": 80}
+    served = run(drafter(), asked, **options)
+    assert served.outputs == plain_tokens(asked)
+    # All that has KV: the last token of a turn was never an input.
+    known = [len(PROMPT[:5]) + 15 * turn - 2 for turn in (1, 2)]
+    assert served.num_cached == sum(num // page_size * page_size for num in known)
 
 
 @pytest.mark.parametrize("num_drafts", [1, 2, 8])
