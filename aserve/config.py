@@ -1041,8 +1041,6 @@ def _check_data_ranks(resolved: Resolved) -> None:
     given = {
         "--pipeline-parallel-size": resolved.machine.pipeline_parallel_size > 1,
         "--enable-two-batch-overlap": resolved.machine.enable_two_batch_overlap,
-        "--speculative-algorithm": resolved.speculative.speculative_algorithm is not None,
-        "--enable-lora": resolved.lora.max_slots > 0,
         "--enable-hisparse": resolved.kv.enable_hisparse,
         "--dllm-algorithm": resolved.diffusion.dllm_algorithm is not None,
         "--disaggregation-mode": resolved.disaggregation.disaggregation_mode != "null",

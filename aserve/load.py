@@ -107,7 +107,8 @@ def load_executor(
     build = functools.partial(load_rank, resolved, model_dir, patience=patience, on_stage=on_stage)
     if is_alone:
         return build(Coordinates)
-    return load_ranks(resolved, model_dir, build, patience, serve_store)
+    kv_parts = _kv_parts(resolved, model_dir)
+    return load_ranks(resolved, model_dir, build, patience, serve_store, kv_parts=kv_parts)
 
 
 def serve_store(listener: socket.socket) -> object:
@@ -115,6 +116,17 @@ def serve_store(listener: socket.socket) -> object:
     from aserve.gpu.parallel import meeting
 
     return meeting.serve_store(listener)
+
+
+def _kv_parts(resolved: Resolved, model_dir: Path) -> int | None:
+    """Returns into how many parts tensor-parallel ranks divide the KV heads, if it is to travel."""
+    from aserve.gpu.models.config.model import parse_config, read_fields
+
+    is_staged = resolved.machine.pipeline_parallel_size > 1
+    if resolved.disaggregation.disaggregation_mode == "null" or is_staged or resolved.dp_size > 1:
+        return None
+    num_heads = parse_config(read_fields(model_dir), defaults={}).num_kv_heads
+    return min(resolved.machine.tensor_parallel_size, num_heads)
 
 
 def load_rank(

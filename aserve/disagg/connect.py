@@ -36,7 +36,8 @@ class HasKv(Protocol):
 
     spec: EngineSpec
 
-    def kv_access(self) -> LayeredKvAccess: ...
+    def kv_access(self) -> LayeredKvAccess:
+        """Raises ConfigError if this executor's cannot."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,7 +173,6 @@ def build_on(
     if options.experts is not None:
         options.experts.place_experts(model)
     live_loader = LiveLoader(model, loras, model_reader(loader, plan))
-    model = JointDecoder(model, options.ranks) if options.data_parallel else model
     about = f"{code.name} code ({code.why}), {'random weights, ' * is_dummy}{form.about}"
     drafter = None
     mode = mode or diffusion_mode(
@@ -196,6 +195,7 @@ def build_on(
         about = f"{about}, {speculative.algorithm} drafts {loaded.about}"
         if verification is not None:
             about += f", {speculative.verification} verification"
+    model = JointDecoder(model, options.ranks, loras) if options.data_parallel else model
     if mode is None and options.decode == PLAIN:
         mode = Predicted(None, ops.suffix_match)
     mode = options.pipeline.mode_of(mode or MODES[options.decode](), model)

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Protocol, TypeAlias
 
 from aserve.errors import ErrorInfo
-from aserve.messages.base import Message
+from aserve.messages.base import Message, Record
 from aserve.messages.results import RowLogprobs
 
 
@@ -120,6 +120,50 @@ class TiersChanged(Message, frozen=True):
 KvEffect: TypeAlias = ReceiveKv | SendKv | StreamKv | SaveKv | LoadKv
 KvAnswer: TypeAlias = KvReady | KvFailed | KvLoaded | TiersChanged
 
+
+class KvLayer(Record, frozen=True):
+    """A layer that stores KV: the bytes of a token in each of its pools. With `is_divided`, each
+    tensor-parallel rank has some of the heads, or shares one with its neighbours.
+    """
+
+    group: int
+    slot_bytes: tuple[int, ...]
+    is_divided: bool = False
+
+
+class KvLayout(Record, frozen=True):
+    """What a transfer reads and writes: the layers in their order. Of each layer come keys
+    [tokens, bytes of a slot], and then values unless it has latents.
+    """
+
+    dtypes: tuple[str, ...]  # of the model's KV, and of a drafter's
+    layers: tuple[KvLayer, ...]
+
+    @property
+    def text(self) -> str:
+        """The same on both sides of a transfer, however many ranks they have."""
+        shapes = [(layer.group, layer.slot_bytes) for layer in self.layers]
+        return f"{self.dtypes} {shapes}"
+
+    @property
+    def layer_bytes(self) -> tuple[int, ...]:
+        return tuple(sum(layer.slot_bytes) for layer in self.layers)
+
+    @property
+    def pool_shapes(self) -> tuple[tuple[int, int], ...]:
+        return tuple((1, size) for layer in self.layers for size in layer.slot_bytes)
+
+    def of_all(self, num_parts: int) -> KvLayout:
+        """Returns the layout of all ranks together, where this is that of one of `num_parts`."""
+        layers = [
+            KvLayer(layer.group, tuple(num_parts * size for size in layer.slot_bytes), True)
+            if layer.is_divided
+            else layer
+            for layer in self.layers
+        ]
+        return KvLayout(self.dtypes, tuple(layers))
+
+
 # Returns the bytes [num_tokens * bytes_per_token] once the device has copied them.
 HostKv: TypeAlias = Callable[[], memoryview]
 OnLayer: TypeAlias = Callable[[int, HostKv], None]
@@ -153,6 +197,7 @@ class KvAccess(Protocol):
 class LayeredKvAccess(KvAccess, Protocol):
     """KV that can also be read and written layer by layer, and while a step computes it."""
 
+    layout: KvLayout
     layer_bytes: tuple[int, ...]  # of a token, for each layer in the order of `read`
 
     def read(

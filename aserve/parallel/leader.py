@@ -8,22 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import socket
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
+import msgspec
+
 from aserve.config import Resolved
+from aserve.disagg.connect import HasKv
 from aserve.engine_core import LocalExecutor
-from aserve.errors import BugError, EngineDead, ErrorInfo
+from aserve.errors import BugError, ConfigError, EngineDead, ErrorInfo
 from aserve.messages.changes import CheckWeights, EngineJob, LoadLora, LoadWeights
 from aserve.messages.executor import Ticket
 from aserve.messages.step import Launch, Resync, Sample, ScheduleBatch
+from aserve.messages.transfers import LayeredKvAccess
 from aserve.parallel.hosts import Hosts, RemoteHost
 from aserve.parallel.joined import RowsOfRanks
+from aserve.parallel.kv_of_ranks import KvOfRanks
 from aserve.parallel.launch import started_ranks
 from aserve.parallel.processes import RankProcess
 from aserve.parallel.topology import (
     Coordinates,
+    KvDone,
     Meet,
     Outcome,
     Patience,
@@ -31,9 +40,11 @@ from aserve.parallel.topology import (
     RankLoaded,
     RankLost,
     RankUp,
+    ReadKv,
     RunJob,
     ToRank,
     WarmUp,
+    WriteKv,
 )
 
 UP_S = 60.0  # for a rank to import its libraries
@@ -45,9 +56,12 @@ def load_ranks(
     build: Callable[[Meet], LocalExecutor],
     patience: Patience,
     serve_store: Callable[[socket.socket], object],
+    *,
+    kv_parts: int | None = None,
 ) -> ParallelExecutor:
     """Starts the other ranks, and builds the executor of this one by `build`, whose collectives
-    have `patience`. What `serve_store` returns serves ranks of several machines as it lives."""
+    have `patience`. What `serve_store` returns serves ranks of several machines as it lives.
+    `kv_parts` is that of `ParallelExecutor`."""
     with started_ranks(resolved, model_dir) as team:
         served: list[object] = []
 
@@ -64,7 +78,7 @@ def load_ranks(
             loaded = rank.expect(RankLoaded)
             if loaded.num_pages != num_pages:
                 raise EngineDead(f"ranks have {loaded.num_pages} and {num_pages} pages")
-        return ParallelExecutor(own, team.ranks, patience, team.hosts)
+        return ParallelExecutor(own, team.ranks, patience, team.hosts, kv_parts=kv_parts)
 
 
 def _built(build: Callable[[], LocalExecutor], ranks: Sequence[RankProcess]) -> LocalExecutor:
@@ -86,21 +100,27 @@ class ParallelExecutor:
         ranks: Sequence[RankProcess],
         patience: Patience,
         hosts: Hosts | None = None,
+        *,
+        kv_parts: int | None = None,
     ) -> None:
+        """The ranks divide the KV heads into `kv_parts`. None: their KV cannot travel."""
         self.spec = own.spec
         self.about = f"{own.about}, on {len(ranks) + 1} ranks"
         self.died: asyncio.Future[BaseException]
         self._own = own
         self.patience = patience
+        self._kv_parts = kv_parts
         self.ranks = tuple(ranks)
         self.hosts = hosts or Hosts()
         self._loop: asyncio.AbstractEventLoop
         self._num_jobs = 0
         self._answers: dict[int, list[asyncio.Future[ErrorInfo | None]]] = {}  # by job and rank
         self._rows: RowsOfRanks | None = None  # of data-parallel ranks
+        self._moves: dict[tuple[int, int], Future[bytes]] = {}  # of KV, by number and rank
+        self._num_moves = itertools.count()
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self._loop, self._thread = loop, threading.get_ident()
         self.died = loop.create_future()
         self._own.start(loop)
         if self.spec.dp_size > 1:
@@ -157,6 +177,37 @@ class ParallelExecutor:
             return reason.info()
         return error
 
+    def kv_access(self) -> LayeredKvAccess:
+        own = self._own
+        if self._kv_parts is None or not isinstance(own, HasKv):
+            raise ConfigError(
+                "--disaggregation-mode goes with ranks of --tensor-parallel-size and "
+                "--expert-parallel-size, not with stages or data-parallel ranks"
+            )
+        num_ranks = len(self.ranks) + 1
+        return KvOfRanks(
+            own.kv_access(), self._move_kv, num_ranks=num_ranks, num_parts=self._kv_parts
+        )
+
+    def _move_kv(self, rank: int, message: ReadKv | WriteKv) -> Future[bytes]:
+        """Any thread may call it; only the event loop's sends. Reads are asked for there, and must
+        be sent before the next launch."""
+        done: Future[bytes] = Future()
+        message = msgspec.structs.replace(message, number=next(self._num_moves))
+
+        def send() -> None:
+            if self.died.done():
+                done.set_exception(RuntimeError(f"the engine ended: {self.died.result()}"))
+                return
+            self._moves[message.number, rank] = done
+            self._send(message, ranks=self.ranks[rank - 1 : rank])
+
+        if threading.get_ident() == self._thread:
+            send()
+        else:
+            self._loop.call_soon_threadsafe(send)
+        return done
+
     def close(self) -> None:
         """Runs what was launched to its end on all ranks, then ends them. Where a rank is lost, the
         others will never end their step: they are killed."""
@@ -185,7 +236,9 @@ class ParallelExecutor:
             self._die(EngineDead(rank.ending()))
             return
         for answer in answers:
-            if not isinstance(answer, RankJobDone):
+            if isinstance(answer, KvDone):
+                self._settle(rank, answer)
+            elif not isinstance(answer, RankJobDone):
                 self._complete(rank, answer)
             elif answer.number in self._answers:
                 self._answers[answer.number][rank.number - 1].set_result(answer.error)
@@ -202,6 +255,15 @@ class ParallelExecutor:
         except BugError as error:
             self._die(error)
 
+    def _settle(self, rank: RankProcess, answer: KvDone) -> None:
+        moved = self._moves.pop((answer.number, rank.number), None)
+        if moved is None:
+            return  # the engine has ended
+        if answer.error:
+            moved.set_exception(RuntimeError(answer.error))
+        else:
+            moved.set_result(answer.values)
+
     def _own_died(self, died: asyncio.Future[BaseException]) -> None:
         if not died.cancelled():
             self._die(died.result())
@@ -209,11 +271,18 @@ class ParallelExecutor:
     def _die(self, reason: BaseException) -> None:
         if not self.died.done():
             self.died.set_result(reason)
+        self._end_moves(f"the engine ended: {reason}")
         for answer in (each for answers in self._answers.values() for each in answers):
             if not answer.done():
                 answer.set_result(EngineDead(f"the engine ended: {reason}").info())
 
+    def _end_moves(self, reason: str) -> None:
+        while self._moves:
+            _, moved = self._moves.popitem()
+            moved.set_exception(RuntimeError(reason))
+
     def _forget_ranks(self) -> None:
+        self._end_moves("the engine closes")
         sockets = [rank.socket for rank in self.ranks]
         sockets += [host.control.socket for host in self.hosts.members.values()]
         for sock in sockets:

@@ -11,12 +11,14 @@ import contextlib
 import logging
 import os
 import socket
+from concurrent.futures import Future
 from pathlib import Path
 from typing import IO, assert_never, cast
 
 import msgspec
 
 from aserve import frames
+from aserve.disagg.connect import HasKv
 from aserve.engine_core import LocalExecutor
 from aserve.errors import AserveError, BugError, ConfigError
 from aserve.frames import FrameSplitter, framed
@@ -27,19 +29,23 @@ from aserve.load import load_rank
 from aserve.messages.executor import Ticket
 from aserve.messages.results import StepFailed
 from aserve.messages.step import Launch, Resync, Sample
+from aserve.messages.transfers import HostKv
 from aserve.parallel.topology import (
     Answer,
     Coordinates,
+    KvDone,
     Patience,
     RankFailed,
     RankJobDone,
     RankLoaded,
     RankLost,
     RankUp,
+    ReadKv,
     RunJob,
     StartRank,
     ToRank,
     WarmUp,
+    WriteKv,
 )
 from aserve.processes.engine_process import socket_of_stdin
 from aserve.program import end_process
@@ -159,6 +165,8 @@ class Follower:
                 self._tasks.create_task(self._warm_up())
             case RunJob():
                 self._tasks.create_task(self._run_job(message))
+            case ReadKv() | WriteKv():
+                self._move_kv(message)
             case StartRank():
                 raise BugError("a rank starts once")
             case _:
@@ -167,6 +175,34 @@ class Follower:
     async def _run_job(self, run: RunJob) -> None:
         error = await self._executor.run_job(run.job)
         await self._answer(RankJobDone(run.number, error))
+
+    def _move_kv(self, message: ReadKv | WriteKv) -> None:
+        """Reads or writes behind the launches before, and before those that follow."""
+        assert isinstance(self._executor, HasKv)
+        access = self._executor.kv_access()
+        moved: Future[HostKv] | Future[None]
+        if isinstance(message, ReadKv):
+            moved = access.read(message.pages, message.first, message.stop, message.from_layer)
+        else:
+            values = memoryview(bytearray(message.values))  # torch takes only what may be written
+            layers = range(message.from_layer, message.to_layer)
+            moved = access.write(message.pages, message.first, message.token_ids, values, layers)
+        loop, number = asyncio.get_running_loop(), message.number
+
+        def tell(done: Future[HostKv] | Future[None]) -> None:
+            loop.call_soon_threadsafe(self._note_moved, number, done)
+
+        moved.add_done_callback(tell)
+
+    def _note_moved(self, number: int, moved: Future[HostKv] | Future[None]) -> None:
+        if self._ended.is_set():
+            return
+        if (error := moved.exception()) is not None:
+            done = KvDone(number, b"", str(error))
+        else:
+            host = moved.result()
+            done = KvDone(number, b"" if host is None else bytes(host()))
+        self._tasks.create_task(self._answer(done))
 
     async def _answer(self, answer: Answer) -> None:
         frame = framed(msgspec.msgpack.encode(answer))

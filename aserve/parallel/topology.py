@@ -167,9 +167,42 @@ class RankJobDone(Message, frozen=True):
     error: ErrorInfo | None
 
 
-ToRank: TypeAlias = StartRank | WarmUp | Launch | Sample | Resync | RunJob
+class ReadKv(Message, frozen=True):
+    """Asks for the KV of tokens, as `LayeredKvAccess.read`. `number` is that of the answer."""
+
+    number: int
+    pages: tuple[bytes, ...]
+    first: int
+    stop: int
+    from_layer: int
+
+
+class WriteKv(Message, frozen=True):
+    """Gives KV of layers `from_layer` to `to_layer` - 1, as `LayeredKvAccess.write`. `number` is
+    that of the answer."""
+
+    number: int
+    pages: tuple[bytes, ...]
+    first: int
+    token_ids: bytes
+    values: bytes
+    from_layer: int
+    to_layer: int
+
+
+class KvDone(Message, frozen=True):
+    """The rank has read or written KV, or could not."""
+
+    number: int
+    values: bytes  # that were read
+    error: str = ""
+
+
+ToRank: TypeAlias = StartRank | WarmUp | Launch | Sample | Resync | RunJob | ReadKv | WriteKv
 Outcome: TypeAlias = StepResult | SampleResult | StepFailed
-Answer: TypeAlias = RankJobDone | Outcome  # of a rank that serves; outcomes of its own rows
+Answer: TypeAlias = (
+    RankJobDone | KvDone | Outcome
+)  # of a rank that serves; outcomes of its own rows
 FromRank: TypeAlias = RankUp | RankLoaded | RankFailed | RankJobDone
 
 

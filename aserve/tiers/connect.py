@@ -101,7 +101,8 @@ def open_tiers(
     if resolved.kv.tier_policy == "off":
         kv = None if transfers.kv is None else KvPort(None, transfers.kv)
         return Tiers(transfers.requests, kv, transfers.actors)
-    if not isinstance(executor, HasKv):
+    num_processes = resolved.num_ranks * resolved.machine.pipeline_parallel_size
+    if not isinstance(executor, HasKv) or num_processes > 1:
         raise ConfigError(
             f"{FLAG} needs an engine of one rank whose device can copy KV to host memory, not "
             f"--device {resolved.machine.device} with {resolved.num_ranks} ranks and "

@@ -34,6 +34,8 @@ from aserve.messages.requests import AdmitRequest, Cancel
 from aserve.messages.transfers import (
     HostKv,
     KvFailed,
+    KvLayer,
+    KvLayout,
     KvReady,
     OnLayer,
     ReceiveKv,
@@ -49,6 +51,7 @@ SIZE = 4 * LAYERS  # bytes of a token's KV: its id in each layer, for the toy de
 PROMPT = list(range(100, 111))  # the KV of all but the last one travels
 WHOLE = dict(enumerate(PROMPT[:-1]))
 TOO_LONG = StepError("too long for this engine").info()
+LAYOUT = KvLayout(("toy",), (KvLayer(0, (4,)),) * LAYERS)
 PAGES = (pack_i32([7]),)
 
 
@@ -56,6 +59,7 @@ PAGES = (pack_i32([7]),)
 class ToyAccess:
     """The KV of a token is its id. `layers` have what was written, by position."""
 
+    layout: KvLayout = LAYOUT
     geometry: str = "toy"
     bytes_per_token: int = SIZE
     layer_bytes: tuple[int, ...] = (4,) * LAYERS

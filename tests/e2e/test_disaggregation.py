@@ -140,6 +140,25 @@ async def test_kv_of_many_prompts_comes_while_others_decode_or_leave(
     assert [await task for task in asked] == alone
 
 
+@pytest.mark.parametrize("ranks", [("2", "1"), ("1", "2")], ids=["two to one", "one to two"])
+async def test_both_sides_may_have_different_numbers_of_ranks(
+    ranks: tuple[str, str], session: aiohttp.ClientSession
+) -> None:
+    port = str(free_port())
+    there = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", port)
+    here = ("--disaggregation-mode", "decode", "--disaggregation-prefill", f"127.0.0.1:{port}")
+    sizes = (*there, "-tp", ranks[0], "--page-size", "16"), (*here, "-tp", ranks[1])
+    shared = (*OPTIONS, *KEY, "--grammar-workers", "1")
+    with ServerProcess(*shared, *sizes[0]) as prefill, ServerProcess(*shared, *sizes[1]) as decode:
+        assert prefill.address, prefill.text
+        assert decode.address, decode.text
+        names = ["greedy", "sampled, three of one prompt", "a grammar", "drafts"]
+        for number, name in enumerate(names):
+            body = {"prompt": f"{name}. {STORY}", **BODIES[name]}
+            assert await ask(session, decode, **body) == await ask(session, prefill, **body)
+            assert await received(session, decode, "ok") == number + 1
+
+
 async def test_the_decode_side_computes_what_a_dead_prefill_engine_does_not(
     prefill: ServerProcess, decode: ServerProcess, session: aiohttp.ClientSession
 ) -> None:

@@ -14,18 +14,21 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from aserve.engine_core import LocalExecutor
 from aserve.errors import ConfigError
 from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.parallel.joint import pads_to_most
 from aserve.gpu.step.ticket import StepTicket
 from aserve.messages.base import array_f32, array_i32, num_values, pack_i32
-from aserve.messages.changes import LoadWeights
-from aserve.messages.requests import Cancel
+from aserve.messages.changes import LoadLora, LoadWeights
+from aserve.messages.requests import AdmitRequest, Cancel
 from aserve.messages.step import ScheduleBatch
 from aserve.parallel.leader import ParallelExecutor
 from aserve.parallel.topology import RankLost
-from tests.gpu.drive import request, serve, serve_between
+from tests.fakes.lora_adapters import write_adapter
+from tests.gpu.drive import Served, request, serve, serve_between
 from tests.parallel.test_rank_traces import (
+    DRAFTERS,
     FIRST_SEED,
     NUM_TRACES,
     RankThread,
@@ -33,7 +36,16 @@ from tests.parallel.test_rank_traces import (
     options_of,
     requests_of,
 )
-from tests.parallel.test_ranks import CROWDED, FAR, MOVING, asks, loaded, pid_of, resolved_of
+from tests.parallel.test_ranks import (
+    CROWDED,
+    FAR,
+    MOVING,
+    RECIPE,
+    asks,
+    loaded,
+    pid_of,
+    resolved_of,
+)
 from tools.train_models.folder import MODELS_DIR, complete_folder
 
 TWO: dict[str, Any] = {"enable_dp_attention": True, "replicas": 2}
@@ -57,11 +69,53 @@ def test_experts_of_all_ranks_change_no_token(options: dict[str, Any], tmp_path:
     assert serve(two, asked, chaos=3).outputs == one.outputs
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["STANDALONE", "FROZEN_KV_MTP", "NEXTN"])
+def test_drafters_of_each_rank_change_no_token(drafter: str, tmp_path: Path) -> None:
+    one = serve(loaded(), asks())
+    few = {**CROWDED, "num_pages": 17, "speculative_algorithm": drafter}
+    resolved = resolved_of(**TWO, **few)
+    two = serve(joined(resolved, tmp_path / "store"), asks(), chaos=3)
+    assert two.outputs == one.outputs
+    assert two.num_retracted > 0
+    assert any(batch.verify is not None for batch in two.batches)
+
+
+def test_adapters_of_all_ranks_change_no_token(tmp_path: Path) -> None:
+    """Rows with and without an adapter run beside each other, on one rank and on both; an MLP has
+    the tokens of both, in both ways of padding."""
+    adapter = LoadLora(1, 1, str(write_adapter(tmp_path / "adapter", RECIPE)))
+    options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 16}
+    asked = [
+        msgspec.structs.replace(each, lora_slot=number % 3 % 2, namespace=str(number % 3 % 2))
+        for number, each in enumerate([*asks(is_plain=True), *renamed(asks(is_plain=True))])
+    ]
+    executors = loaded(**options), joined(resolved_of(**TWO, **options), tmp_path / "store")
+    one, two = (asyncio.run(adapted(executor, adapter, asked)) for executor in executors)
+    assert two.outputs == one.outputs
+    counts = counts_of(two.batches)
+    assert {pads_to_most(each) for each in counts} == {True, False}
+    assert any(0 in each for each in counts)
+
+
+def renamed(asked: list[AdmitRequest]) -> list[AdmitRequest]:
+    return [msgspec.structs.replace(each, request_id=f"again {each.request_id}") for each in asked]
+
+
+async def adapted(executor: LocalExecutor, job: LoadLora, asked: list[AdmitRequest]) -> Served:
+    executor.start(asyncio.get_running_loop())
+    try:
+        assert await executor.run_job(job) is None
+        return await serve_between(executor, asked, first_iteration=1)
+    finally:
+        executor.close()
+
+
 @pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + NUM_TRACES))
 def test_any_trace_gives_the_tokens_of_one_rank(seed: int, tmp_path: Path) -> None:
     """On three ranks, of which one has mostly nothing. A barrier that times out ends the test."""
     rng = random.Random(seed)
-    options, asked = options_of(rng, ""), requests_of(rng)
+    options, asked = options_of(rng, DRAFTERS[seed % len(DRAFTERS)]), requests_of(rng)
     options["max_num_seqs"] += 2
     one = serve(loaded(num_pages=2000, page_size=1), asked)
     cancels = [Cancel(each.request_id, None, 0, "cancelled") for each in asked[:1]]
@@ -148,8 +202,7 @@ async def test_tokens_are_those_of_one_rank_until_a_rank_stops() -> None:
         ({"replicas": 1}, "needs --data-parallel-size of 2 or more"),
         ({"tensor_parallel_size": 4}, "--tensor-parallel-size 4"),
         ({"max_num_seqs": 1}, "--max-num-seqs 1"),
-        ({"speculative_algorithm": "NGRAM", "enable_lora": True}, "--speculative-algorithm and"),
-        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size does not go with"),
+        ({"enable_hisparse": True, "pipeline_parallel_size": 2}, "-size and --enable-hisparse do"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], what: str) -> None:

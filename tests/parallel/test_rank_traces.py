@@ -65,7 +65,12 @@ class RankThread(RankProcess):
 
 
 def joined(
-    resolved: Resolved, store: Path, folder: Path = MODEL_DIR, *, cluster: Cluster | None = None
+    resolved: Resolved,
+    store: Path,
+    folder: Path = MODEL_DIR,
+    *,
+    cluster: Cluster | None = None,
+    kv_parts: int | None = None,
 ) -> ParallelExecutor:
     patience, num_ranks = Patience(), resolved.num_processes
     first = Coordinates(
@@ -83,7 +88,7 @@ def joined(
     with ThreadPoolExecutor(num_ranks) as pool:
         own, *others = pool.map(load, places)
     threads = [RankThread(*each, patience) for each in zip(places[1:], others, strict=True)]
-    return ParallelExecutor(own, threads, patience)
+    return ParallelExecutor(own, threads, patience, kv_parts=kv_parts)
 
 
 def placed(first: Coordinates, rank: int, store: Path) -> Coordinates:

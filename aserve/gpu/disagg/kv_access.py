@@ -22,7 +22,7 @@ from aserve.gpu.device.base import Device
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.step.resolve import DeviceState
 from aserve.messages.base import array_i32
-from aserve.messages.transfers import HostKv, OnLayer
+from aserve.messages.transfers import HostKv, KvLayer, KvLayout, OnLayer
 
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 T = TypeVar("T")
@@ -42,6 +42,7 @@ class TorchKvAccess:
         "bytes_per_token",
         "geometry",
         "layer_bytes",
+        "layout",
         "pool_shapes",
     )
 
@@ -62,12 +63,14 @@ class TorchKvAccess:
         self._submit = submit
         self._streams = state.kv_streams
         self._layers = _layers_of(self._pools)
-        shapes = [layer.slot_bytes for layer in self._layers]
-        self.layer_bytes = tuple(sum(sizes) for sizes in shapes)
+        self.layout = KvLayout(
+            tuple(str(each.dtype) for each in self._pools),
+            tuple(KvLayer(each.group, each.slot_bytes, each.is_divided) for each in self._layers),
+        )
+        self.layer_bytes = self.layout.layer_bytes
         self.bytes_per_token = sum(self.layer_bytes)
-        self.pool_shapes = tuple((1, size) for sizes in shapes for size in sizes)
-        groups = [layer.group for layer in self._layers]
-        self.geometry = f"{[str(each.dtype) for each in self._pools]} {groups} {shapes}"
+        self.pool_shapes = self.layout.pool_shapes
+        self.geometry = self.layout.text
 
     def read(
         self, pages: tuple[bytes, ...], first: int, stop: int, from_layer: int = 0
@@ -184,6 +187,11 @@ class _Layer:
     index: int
     group: int
     pools: tuple[Tensor, ...]
+
+    @property
+    def is_divided(self) -> bool:
+        """Tensor-parallel ranks divide heads. Latents and drafters are whole on each of them."""
+        return self.index >= 0 and len(self.pools) > 1
 
     @property
     def slot_bytes(self) -> tuple[int, ...]:

@@ -7,7 +7,8 @@ adapters of its launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -94,6 +95,22 @@ class LoraTables:
         """Looks up the slots of a forward's tokens; token_rows int64 [tokens]."""
         slots = tables.int_table[:, LORA_SLOT].index_select(0, token_rows)
         self.token_slots = slots if self.ops.has_any(slots) else None
+
+    def slots_of(self, x: Tensor) -> Tensor:
+        """Returns the slots of the forward's tokens, int64 [tokens]; x [tokens, hidden]."""
+        if self.token_slots is None:
+            return x.new_zeros(len(x), dtype=torch.int64)
+        return self.token_slots
+
+    @contextlib.contextmanager
+    def bound(self, slots: Tensor) -> Iterator[None]:
+        """Within it, layers get tokens of these slots in place of the forward's own."""
+        own = self.token_slots
+        self.token_slots = slots if self.ops.has_any(slots) else None
+        try:
+            yield
+        finally:
+            self.token_slots = own
 
     def read(self, directory: Path) -> LoraAdapter:
         """Reads an adapter and checks that each of its modules fits a layer. Of each module it

@@ -18,6 +18,9 @@ The tokens travel in one of two ways, which all ranks choose by the same numbers
 A collective reads what all D ranks have written. So with the sum at the end of the MLP, `max` reads
 D m rows and D times D m rows, and `sum` reads twice D times t rows.
 
+LoRA adapters of an MLP are added to the tokens of all ranks, each to those of its own slot. The
+slots travel once in a step, as the tokens do.
+
 Source: SGLang's data-parallel attention (layers/dp_attention.py), which has both ways.
 """
 
@@ -25,10 +28,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
-from aserve.errors import BugError, ConfigError
+from aserve.errors import ConfigError
+from aserve.gpu.lora.tables import LoraTables
 from aserve.gpu.models.base import Attend, CausalModel, HiddenCapture
 from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.parallel.collectives import Collectives
@@ -37,11 +42,15 @@ from aserve.gpu.parallel.collectives import Collectives
 class JointForward:
     """The tokens of all ranks in one step. It is written by the executor's thread alone."""
 
-    __slots__ = ("_counts", "_decoder", "_num_done", "_ranks")
+    __slots__ = ("_counts", "_decoder", "_loras", "_num_done", "_ranks", "_slots")
 
-    def __init__(self, decoder: Decoder, ranks: Collectives) -> None:
+    def __init__(
+        self, decoder: Decoder, ranks: Collectives, loras: LoraTables | None = None
+    ) -> None:
         self._decoder = decoder
         self._ranks = ranks
+        self._loras = loras
+        self._slots: Tensor | None = None  # of the tokens of all ranks
         self._counts: tuple[int, ...] | None = None  # None: all have as many as this rank
         self._num_done = 0  # MLPs of this step that this rank has begun
 
@@ -60,6 +69,8 @@ class JointForward:
         decoder = self._decoder
         shape = (self._counts[self.rank], decoder.hidden_size)
         nothing = decoder.embeddings.new_zeros(shape)
+        if self._loras is not None:
+            self._loras.token_slots = None
         for block in decoder.blocks[self._num_done :]:
             self.run(block.mlp, nothing)
         self._counts = None
@@ -71,8 +82,15 @@ class JointForward:
         if not any(counts):
             return x
         gather = self._gather_padded if pads_to_most(counts) else self._gather_sum
+        if self._loras is None:
+            every, start = gather(x, counts)
+            return mlp(every)[start : start + len(x)]
+        if self._counts is None or self._num_done == 1:
+            self._slots = self._gather_slots(self._loras.slots_of(x), counts)
+        assert self._slots is not None
         every, start = gather(x, counts)
-        return mlp(every)[start : start + len(x)]
+        with self._loras.bound(self._slots):
+            return mlp(every)[start : start + len(x)]
 
     def _gather_padded(self, x: Tensor, counts: Sequence[int]) -> tuple[Tensor, int]:
         """Returns [ranks * most, hidden], and the first row of this rank."""
@@ -88,6 +106,15 @@ class JointForward:
         own[start : start + len(x)] = x
         return self._ranks.sum(own), start
 
+    def _gather_slots(self, slots: Tensor, counts: Sequence[int]) -> Tensor:
+        """slots int64 [tokens of this rank] -> those of the tokens that the MLP gets."""
+        most = max(counts)
+        every = self._ranks.concat(functional.pad(slots, (0, most - len(slots))))
+        if pads_to_most(counts):
+            return every
+        parts = zip(every.view(-1, most), counts, strict=True)
+        return torch.cat([part[:count] for part, count in parts])
+
 
 def pads_to_most(counts: Sequence[int]) -> bool:
     """Returns whether padding to the largest count moves no more rows than the sum does."""
@@ -97,7 +124,9 @@ def pads_to_most(counts: Sequence[int]) -> bool:
 class JointDecoder:
     """A `CausalModel` whose MLPs all ranks compute together."""
 
-    def __init__(self, model: CausalModel, ranks: Collectives) -> None:
+    def __init__(
+        self, model: CausalModel, ranks: Collectives, loras: LoraTables | None = None
+    ) -> None:
         """Raises ConfigError for a model that is not divided in this way."""
         if not isinstance(model, Decoder):
             raise ConfigError(
@@ -110,7 +139,7 @@ class JointDecoder:
         self.hidden_size = model.hidden_size
         self.max_model_len = model.max_model_len
         self.dtype = model.dtype
-        self.joint = JointForward(model, ranks)
+        self.joint = JointForward(model, ranks, loras)
         self._decoder = model
 
     def forward(
@@ -121,16 +150,18 @@ class JointDecoder:
         *,
         capture: HiddenCapture | None = None,
     ) -> Tensor:
-        if capture is not None:
-            raise BugError("hidden states of data-parallel ranks are not captured")
         decoder = self._decoder
         hidden = decoder.embed(input_ids)
         normed = decoder.first_norm(hidden)
         cos_sin = [rotary.at(positions) for rotary in decoder.rotaries]
-        for block in decoder.blocks:
+        for index, block in enumerate(decoder.blocks):
             hidden, normed = block.attended(hidden, normed, cos_sin[block.rotary], attend)
             change = self.joint.run(block.mlp, normed)
             hidden, normed = block.before_next(hidden, block.after_mlp(change))
+            if capture is not None and index in capture.layer_ids:
+                capture.layers.append(hidden)
+        if capture is not None and capture.wants_before_norm:
+            capture.before_norm = hidden
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
