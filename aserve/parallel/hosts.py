@@ -82,12 +82,12 @@ class Entrance:
         while True:
             self._listener.settimeout(max(0.001, until_s - time.monotonic()))
             sock, address = self._listener.accept()
+            join: Join | None = None
             try:
                 prove(sock, self._key, is_leader=True)
                 join = Control[Join](sock, Join).receive(JOIN_S)
             except (OSError, WrongKey) as error:
                 logger.warning("refused address=%s reason=%s", address[0], error)
-                join = None
             if join is not None:
                 return join, watched(sock)
             sock.close()

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from aserve.errors import ConfigError
-from aserve.gpu.parallel.meeting import LOOPBACK, serve_store
+from aserve.gpu.parallel.meeting import LOOPBACK
 from aserve.host.environment import installed_version
 from aserve.parallel.hosts import Division, Entrance, Hosts, divided
 from aserve.parallel.joining import (
@@ -35,19 +35,10 @@ from aserve.parallel.rank_host import connected
 from aserve.parallel.topology import Cluster, Coordinates
 from tests.e2e.server_process import REPOSITORY, children_of, command, environment
 from tests.gpu.drive import serve
-from tests.parallel.test_rank_traces import joined
+from tests.parallel.test_rank_traces import cluster_of, joined
 from tests.parallel.test_ranks import CROWDED, asks, loaded, resolved_of
 
 KEY = "of the nodes"
-
-
-@contextlib.contextmanager
-def cluster_of(nodes: tuple[int, ...]) -> Iterator[Cluster]:
-    listener = socket.create_server((LOOPBACK, 0))
-    cluster = Cluster(nodes, LOOPBACK, LOOPBACK, listener.getsockname()[1])
-    served = serve_store(listener)
-    yield cluster
-    del served
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,18 @@
 """Random traces on two ranks: each request gets the tokens of one rank, whatever runs beside it.
 
 The second rank is a thread here, so that a trace takes no start of a process. It runs the loop of a
-rank's process over a real socket, and both sum in shared memory.
+rank's process over a real socket, and both sum in shared memory, or by gloo as on two machines.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import socket
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, cast
@@ -21,6 +23,7 @@ import pytest
 from aserve.config import Resolved
 from aserve.engine_core import LocalExecutor
 from aserve.frames import FrameSplitter
+from aserve.gpu.parallel.meeting import LOOPBACK, serve_store
 from aserve.load import load_rank
 from aserve.messages.requests import AdmitRequest
 from aserve.parallel.leader import ParallelExecutor
@@ -91,8 +94,19 @@ def joined(
     return ParallelExecutor(own, threads, patience, kv_parts=kv_parts)
 
 
+@contextlib.contextmanager
+def cluster_of(nodes: tuple[int, ...]) -> Iterator[Cluster | None]:
+    """Serves the store of some machines. None: they are one."""
+    listener = socket.create_server((LOOPBACK, 0))
+    cluster = Cluster(nodes, LOOPBACK, LOOPBACK, listener.getsockname()[1])
+    served = serve_store(listener)
+    yield cluster.part(0, len(nodes))
+    del served
+
+
 def placed(first: Coordinates, rank: int, store: Path) -> Coordinates:
-    """The place of a rank. Ranks of different machines have folders of their own."""
+    """The place of a rank. Ranks of different machines have folders of their own, so that they find
+    nothing to share."""
     if first.cluster is not None:
         store = store.parent / f"node{first.cluster.nodes[rank]}" / store.name
         store.parent.mkdir(exist_ok=True)
@@ -141,8 +155,10 @@ def test_any_trace_gives_the_tokens_of_one_rank(seed: int, tmp_path: Path) -> No
     rng = random.Random(seed)
     options, asked = options_of(rng, DRAFTERS[seed % len(DRAFTERS)]), requests_of(rng)
     one = serve(loaded(num_pages=2000, page_size=1), asked)
-    executor = joined(resolved_of(tensor_parallel_size=2, **options), tmp_path / "store")
-    two = serve(executor, asked, chaos=seed)
+    resolved = resolved_of(tensor_parallel_size=2, **options)
+    with cluster_of((0, 1) if seed % 2 else (0, 0)) as cluster:
+        executor = joined(resolved, tmp_path / "store", cluster=cluster)
+        two = serve(executor, asked, chaos=seed)
     assert two.outputs == one.outputs
     assert two.reasons == one.reasons
     assert two.logprobs.keys() == one.logprobs.keys()

@@ -4,16 +4,22 @@ package is optional: `make test-ray`."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from aserve.errors import ConfigError, EngineDead
 from aserve.gpu.parallel.meeting import LOOPBACK
 from aserve.parallel import on_ray
 from aserve.parallel.leader import ParallelExecutor
+from tests.e2e.server_process import ServerProcess
+from tests.e2e.test_engine_restarts import Crowd
+from tests.e2e.test_nodes import PLAIN, answers_after_death
 from tests.gpu.drive import serve
 from tests.parallel.test_ranks import CROWDED, asks, loaded
 
@@ -70,6 +76,36 @@ async def reason_of_death(executor: ParallelExecutor, lose: Any) -> BaseExceptio
         reason = await executor.died
     executor.close()
     return reason
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_a_server_goes_on_with_its_streams_when_an_actor_is_killed(cluster: Any) -> None:
+    cluster.add_node(**NODE)
+    options = ("-tp", "2", "--distributed-executor-backend", "ray", "--dtype", "float64")
+    with ServerProcess(*options) as server:
+        assert server.address, server.text
+        async with aiohttp.ClientSession(server.address) as client:
+            crowd = Crowd(client)
+            whole = await asyncio.gather(*map(crowd.ask, PLAIN))
+            [actor] = actors()
+            assert await answers_after_death(client, actor) == whole
+            assert server.metric("aserve_engine_restarts_total") == 1
+        code, _ = server.end()
+    assert code == 0, server.text
+    assert "host 1 at 127.0.0.1" in server.text
+    assert "Traceback" not in server.text
+
+
+def actors() -> list[int]:
+    """The processes of Ray's actors that host a rank."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            if path.read_bytes().startswith(b"ray::RankActor"):
+                found.append(int(path.parent.name))
+    return found
 
 
 @needs_ray
