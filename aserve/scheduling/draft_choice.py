@@ -77,7 +77,7 @@ SCALE = 256  # of the counts in the row table
 FADING = 12  # windows after which an observation counts 1/e for its row
 USUAL = 0.8  # the probability of acceptance before any window, for a drafter with a model
 HOLD = 8  # steps
-IDLE_HOLD = 24  # the same where no row drafts, because plain steps may be short
+IDLE_HOLD = 64  # the same where no row drafts, because plain steps may be short
 LOOKS_HOLD = 64  # the same where rows are looked at in between
 LOOK_DISTANCE = 4  # steps between two looks for repetitions
 TIMED = 8  # steps of which one is timed where no row drafts
@@ -87,7 +87,7 @@ ATTEMPT_DISTANCE = 64  # tokens
 RARE_DISTANCE = 256  # the same where a drafter lacks KV
 TRIAL_DISTANCE = 512  # steps without drafts, where repetitions would have shown
 MAX_ATTEMPTS = 2  # 64 << 2 tokens
-MAX_VAIN = 2  # doublings of IDLE_HOLD
+MAX_VAIN = 1  # doublings of IDLE_HOLD
 
 
 class DraftChoice:
@@ -116,7 +116,7 @@ class DraftChoice:
         self._num_idle = 0  # steps since the last one with drafts
         self._num_skips = 0  # steps that skipped the drafter, and are not in the row table yet
         self._attempts_left = 0  # windows of an attempt
-        self._num_vain = 0  # attempts since a draft was accepted
+        self._num_vain = 0  # attempts since windows accepted a draft or more on average
         # Steps in flight: their iteration, time in microseconds, and rows if some draft.
         self._expected: deque[tuple[int, float, int]] = deque()
         self._num_window_steps = PROBE_DISTANCE  # since the last plain ones
@@ -359,10 +359,10 @@ class DraftChoice:
         if tree is not None:
             longest = np.array([tree.depth(count) for count in num_drafts.tolist()], np.int64)
         is_rejected = num_accepted < longest
-        if num_accepted.any():
-            self._num_vain = 0
         table.accepted[rows] += SCALE * num_accepted - table.accepted[rows] // FADING
         table.rejected[rows] += SCALE * is_rejected - table.rejected[rows] // FADING
+        if num_accepted.mean() >= 1:
+            self._num_vain = 0
         is_usual = table.num_missed[rows] == 0
         levels = table.match_level[rows[is_usual]]
         self._usual.note(levels, num_accepted[is_usual], is_rejected[is_usual])

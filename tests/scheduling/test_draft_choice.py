@@ -270,7 +270,7 @@ def test_attempts_in_vain_become_rarer_for_new_rows_too(
     num_windows, num_choices = simulation.num_windows, 0
     assert simulation.run(1000, lambda _row, _num: 0.0) > 0.994
     assert 3 * num_rows <= simulation.num_windows - num_windows <= 15 * num_rows
-    assert num_choices <= 35
+    assert num_choices <= 25
     simulation.run(400, lambda _row, _num: 0.95)
     assert simulation.run(100, lambda _row, _num: 0.95) > 3
 
