@@ -1,32 +1,32 @@
 """`aserve models`: the models that are supported, and what each device and attention backend has.
 
-Everything is read from the registries, so the lists cannot be out of date. docs/models.md has the
-same table of families.
+The lists are read from the registries and the options, so they cannot be out of date.
+docs/models.md has the same table of families.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from aserve.config import KvOptions, ModelOptions
 from aserve.gpu.attention.base import AttentionUnavailable, Capabilities
 from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.attention.select import load_backend
 from aserve.gpu.device.registry import device_names
+from aserve.gpu.kv.store import kv_dtype_name
 from aserve.gpu.models.registry import FAMILIES
 from aserve.gpu.weights.format import dtype_name
+from aserve.options.option import options_of
 
 FAMILY_COLUMNS = ("family", "architecture", "features")
-BACKEND_COLUMNS = ("attention backend", "devices", "dtypes", "layers", "steps")
+BACKEND_COLUMNS = ("attention backend", "devices", "dtypes", "KV", "layers", "steps")
 FALLBACK = (
     "Any other causal model runs in the code of transformers, if that can be verified at the "
     "start; others are refused with the reason. Code in a model directory is never run."
 )
-FORMATS = (
-    "Weights: float32, bfloat16, float16 or float64 by --dtype; on the CPU also 8 and 4 bits by "
-    "--quantization, and float16 that computes in float32 where the processor has no "
-    "bfloat16. KV: the model's dtype, or 8 bits by --kv-cache-dtype. Checkpoints in fp8 with a "
-    "scale per block, of AWQ, GPTQ and compressed-tensors with 4 bits, and experts in MXFP4 are "
-    "read; others that are quantized are refused. Devices: "
+CHECKPOINTS = (
+    "Checkpoints in fp8 with a scale per block, of AWQ, GPTQ and compressed-tensors with 4 bits, "
+    "and experts in MXFP4 are read; others that are quantized are refused."
 )
 
 
@@ -35,7 +35,21 @@ def supported() -> Iterator[str]:
     yield from _aligned(FAMILY_COLUMNS, family_rows())
     yield from ("", FALLBACK, "")
     yield from _aligned(BACKEND_COLUMNS, backend_rows())
-    yield from ("", f"{FORMATS}{', '.join(device_names())}.")
+    yield from ("", f"{_formats()} {CHECKPOINTS} Devices: {', '.join(device_names())}.")
+
+
+def _formats() -> str:
+    """The number formats that options name."""
+    options = {option.name: option for option in options_of(ModelOptions, KvOptions)}
+
+    def values(name: str) -> str:
+        choices = ", ".join(c for c in options[name].limits.choices if c != "auto")
+        return f"{choices} by {options[name].flag}"
+
+    return (
+        f"Weights: {values('dtype')}; {values('quantization')} on the CPU. "
+        f"KV: the model's dtype; {values('kv_cache_dtype')}."
+    )
 
 
 def _aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -60,10 +74,11 @@ def _backend_row(name: str) -> tuple[str, ...]:
     try:
         has = load_backend(name).capabilities
     except AttentionUnavailable as error:
-        return (name, f"not here: it {error}", "", "", "")
+        return (name, f"not here: it {error}", "", "", "", "")
     dtypes = "all" if has.dtypes is None else ", ".join(sorted(map(dtype_name, has.dtypes)))
+    kv_dtypes = ", ".join(sorted(map(kv_dtype_name, has.kv_dtypes))) or "the same"
     devices = "all" if has.devices is None else ", ".join(sorted(has.devices))
-    return name, devices, dtypes, ", ".join(_layers(has)), ", ".join(_steps(has))
+    return name, devices, dtypes, kv_dtypes, ", ".join(_layers(has)), ", ".join(_steps(has))
 
 
 def _layers(has: Capabilities) -> Iterator[str]:

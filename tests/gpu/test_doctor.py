@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from aserve.cli import main
-from aserve.config import cache_home
+from aserve.config import KvOptions, ModelOptions, cache_home
 from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.doctor import PACKAGES, CudaDevice, Findings, advice, examine, report
 from aserve.gpu.links import Links
 from aserve.gpu.models.registry import FAMILIES
 from aserve.gpu.supported import backend_rows, family_rows
+from aserve.options.option import options_of
 
 LINKS = Links(None, None, None, 0, (), shared_rate=5.0, loopback_rate=2.0)
 GPUS = Links("2.28", "1.0", None, 2, (), shared_rate=5.0, loopback_rate=2.0)
@@ -110,9 +111,16 @@ def test_the_list_of_models_has_every_family_and_backend(
     assert {architecture for _, architecture, _ in family_rows()} == FAMILIES.keys()
     rows = {row[0]: row for row in backend_rows()}
     assert rows.keys() == BACKENDS.keys()
-    assert "sinks" in rows["torch-ref"][3]
-    assert "draft trees" in rows["torch-ref"][4]
+    assert "sinks" in rows["torch-ref"][4]
+    assert "draft trees" in rows["torch-ref"][5]
     assert main(["models"]) == 0
     printed = capsys.readouterr().out
     assert "Qwen3MoeForCausalLM" in printed
-    assert "Devices: cpu, cuda" in " ".join(printed.split())
+    words = " ".join(printed.split())
+    assert "Devices: cpu, cuda" in words
+    assert "fp8" in rows["torch-ref"][3]
+    assert rows["paged-cpu"][3] == "the same"
+    for option in options_of(ModelOptions, KvOptions):
+        if option.name in ("dtype", "quantization", "kv_cache_dtype"):
+            named = [choice for choice in option.limits.choices if choice != "auto"]
+            assert f"{', '.join(named)} by {option.flag}" in words
