@@ -64,8 +64,7 @@ class Unread:
         """
         batch: list[OutputChunk] = []
         room = BATCH_BYTES
-        for key in sorted(self._queues, key=lambda key: self._queues[key][-1].chunk.is_last):
-            queue = self._queues[key]
+        for key, queue in sorted(self._queues.items(), key=_is_ended):
             taken: list[OutputChunk] = []
             while queue and room > 0:
                 sized = queue.popleft()
@@ -79,6 +78,10 @@ class Unread:
             if room <= 0:
                 break
         return batch
+
+
+def _is_ended(item: tuple[ChildKey, deque[Sized]]) -> bool:
+    return item[1][-1].chunk.is_last
 
 
 def size_of(chunk: OutputChunk) -> int:

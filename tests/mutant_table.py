@@ -69,7 +69,7 @@ MUTANTS = (
     Mutant(
         "a middle chunk that samples",
         "aserve/scheduling/flights.py",
-        "has_outputs = is_whole & (table.max_tokens[rows] > 0)",
+        "has_outputs = (query_lens >= remaining) & (table.max_tokens[rows] > 0)",
         "has_outputs = table.max_tokens[rows] > 0",
     ),
     Mutant(

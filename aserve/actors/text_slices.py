@@ -59,7 +59,8 @@ async def sliced(
 def num_scores(event: DetokenizerEvent, children_of: Callable[[str], int]) -> int:
     if not isinstance(event, StepOutput):
         return 0
-    return sum(_size_of(output, children_of) for output in event.sequences)
+    scored = [each for each in event.sequences if each.logprobs or each.prompt_logprobs]
+    return sum(_size_of(output, children_of) for output in scored)
 
 
 def _size_of(output: SequenceOutput, children_of: Callable[[str], int]) -> int:

@@ -17,6 +17,7 @@ from aserve.bench.options import (
     GroupedOptions,
     HostileOptions,
     HostStepOptions,
+    HttpCostOptions,
     KernelsOptions,
     LoraBenchOptions,
     OfflineOptions,
@@ -83,6 +84,11 @@ BENCHES: Mapping[str, Bench] = {
         "Delay of the event loop and /health, and memory, while hostile bodies are sent.",
         HostileOptions,
         "aserve.bench.hostile",
+    ),
+    "http-cost": Bench(
+        "The CPU time of a token over HTTP, and /health meanwhile. The device only sleeps.",
+        HttpCostOptions,
+        "aserve.bench.http_cost",
     ),
     "kernels": Bench(
         "The memory bandwidth of each Triton kernel, relative to a plain copy.",

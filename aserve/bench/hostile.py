@@ -127,10 +127,11 @@ class _Attack:
     async def send(self, body: HostileBody, processes: int) -> Outcome:
         data = body.data(self.options.size)
         before = await self._delays()
-        with poll_health(self.address) as health_s:
+        with poll_health(self.address) as polls:
             copies = (self._post(body, data) for _ in range(self.options.copies))
             codes = await asyncio.gather(*copies)
             after = await self._delays()
+        health_s = [poll.took_s for poll in polls]
         grown = [edge for edge, count in after.items() if count > before.get(edge, 0)]
         return Outcome(
             processes,
@@ -159,28 +160,35 @@ class _Attack:
         return counts
 
 
+class Poll(msgspec.Struct, frozen=True):
+    """One request of /health, in seconds of `time.perf_counter`."""
+
+    start_s: float
+    took_s: float
+
+
 @contextmanager
-def poll_health(address: str) -> Iterator[list[float]]:
-    """Polls /health and yields the growing list of latencies in seconds. It polls in a thread, so
-    that the rest of this process does not delay it.
+def poll_health(address: str) -> Iterator[list[Poll]]:
+    """Polls /health and yields the growing list of requests. It polls in a thread, so that the rest
+    of this process does not delay it.
     """
-    seconds: list[float] = []
+    polls: list[Poll] = []
     is_over = threading.Event()
     netloc = urlsplit(address).netloc
 
     def poll() -> None:
         connection = http.client.HTTPConnection(netloc, timeout=60)
-        while not is_over.wait(POLL_S) or len(seconds) < 2:
+        while not is_over.wait(POLL_S) or len(polls) < 2:
             start_s = time.perf_counter()
             connection.request("GET", "/health")
             connection.getresponse().read()
-            seconds.append(time.perf_counter() - start_s)
+            polls.append(Poll(start_s, time.perf_counter() - start_s))
         connection.close()
 
     thread = threading.Thread(target=poll)
     thread.start()
     try:
-        yield seconds
+        yield polls
     finally:
         is_over.set()
         thread.join()

@@ -288,6 +288,14 @@ class OverlapSimOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class HttpCostOptions:
+    clients: int = option(64, "clients that stream at once", Limits(low=1))
+    steps: int = option(400, "tokens of each answer, one per step", Limits(low=2))
+    step_ms: float = option(10.0, "duration of a step in milliseconds", Limits(low=0.1))
+    repeats: int = option(1, "repeats; medians are shown", Limits(low=1))
+
+
+@dataclass(frozen=True, slots=True)
 class HostileOptions:
     size: int = option(8_000_000, "bytes of a body, before compression", Limits(low=1 << 20))
     copies: int = option(4, "copies of a body that are sent at once", Limits(low=1))

@@ -8,13 +8,15 @@ the first start to the last wake).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import itertools
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, create_subprocess_exec
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -122,7 +124,15 @@ def summarize(naps: Sequence[Nap]) -> Measured:
 class Simulation:
     """Runs loads with as many streams as rows, all of the same length."""
 
-    def __init__(self, resolved: Resolved, options: OverlapSimOptions) -> None:
+    def __init__(
+        self,
+        resolved: Resolved,
+        options: OverlapSimOptions,
+        *,
+        beside: Callable[[str], AbstractAsyncContextManager[None]] | None = None,
+    ) -> None:
+        """`beside` is entered with a server's address while its clients run."""
+        self._beside = beside or (lambda _: contextlib.nullcontext())
         self._resolved = resolved
         self._num_tokens = options.steps
         self._tokenizer = load_tokenizer(MODEL_DIR)
@@ -182,7 +192,8 @@ class Simulation:
         address = await http.start()
         try:
             await launcher.launch(frontend, Waits())
-            return await self._load_from_outside(address, num_clients=case.num_rows)
+            async with self._beside(address):
+                return await self._load_from_outside(address, num_clients=case.num_rows)
         finally:
             await http.stop()
             await frontend.close()

@@ -33,11 +33,14 @@ FIRST_TOKEN = 256  # lower ids may be special tokens, which have no text
 
 @dataclass(frozen=True, slots=True)
 class Nap:
-    """One step on the device, in seconds of `time.perf_counter`."""
+    """One step on the device, in seconds of `time.perf_counter`. `cpu_s` is the CPU time of its
+    process until it wakes.
+    """
 
     num_rows: int
     start_s: float
     wake_s: float
+    cpu_s: float
 
 
 class SleepingExecutor:
@@ -92,7 +95,7 @@ class SleepingExecutor:
             self._is_closing.wait(self._step_s)
             wake_s = time.perf_counter()
             self._loop.call_soon_threadsafe(ticket.complete, _result_of(batch, self.spec))
-            self.naps.append(Nap(len(batch.rows) // 4, start_s, wake_s))
+            self.naps.append(Nap(len(batch.rows) // 4, start_s, wake_s, time.process_time()))
 
     def _ended(self, error: BaseException | None) -> None:
         if error is not None:

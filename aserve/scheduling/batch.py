@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from aserve.cache.allocation import num_shared_pages
 from aserve.messages.base import pack_i32
@@ -34,7 +35,6 @@ def launch(
     relax(state)
     sequences: list[Sequence] = table.sequences[rows].tolist()
     step = plan_step(table, sequences, query_lens, iteration=iteration, caps=state.spec.decode)
-    is_held = step.samples & (table.has_mask[rows] > 0)
     stats = _stats(state, step, admitted)
     skips_drafter = state.draft_choice.note_launch(table, step, stats)
     first, *others = [
@@ -44,7 +44,7 @@ def launch(
     state.steps[iteration] = step
     stream_kv(state, step)
     send(table, step, stamp=stamp_of(iteration))
-    for index in is_held.nonzero()[0].tolist():
+    for index in _held(state, step).nonzero()[0].tolist():
         sequences[index].is_blocked = True
         state.held[sequences[index].row] = step
         ask_mask(state, sequences[index])
@@ -53,7 +53,7 @@ def launch(
 
 def _build(state: SchedulerState, step: Step, *, skips_drafter: bool) -> ScheduleBatch:
     table, rows = state.table, step.rows
-    is_held = step.samples & (table.has_mask[rows] > 0)
+    is_held = _held(state, step)
     is_grown = table.written_pages[rows] != table.num_pages[rows]
     grown: list[Sequence] = table.sequences[rows[is_grown]].tolist()
     verify = None
@@ -76,6 +76,13 @@ def _build(state: SchedulerState, step: Step, *, skips_drafter: bool) -> Schedul
         shared_pages=_shared_pages(step.sequences) if state.spec.names_shared_pages else 0,
         skips_drafter=skips_drafter,
     )
+
+
+def _held(state: SchedulerState, step: Step) -> npt.NDArray[np.bool_]:
+    """Returns which flights wait for a mask before they sample."""
+    if not state.masked:
+        return np.zeros(len(step.rows), np.bool_)
+    return step.samples & (state.table.has_mask[step.rows] > 0)
 
 
 def _shared_pages(sequences: list[Sequence]) -> int:

@@ -31,7 +31,7 @@ def min_query_len(sequence: Sequence) -> int:
 def min_query_lens(state: SchedulerState, rows: Column) -> Column:
     """Returns `min_query_len` of each row, where a prefill may have less left."""
     left: Column = state.table.whole_len[rows] - state.table.scheduled_len[rows]
-    return left.clip(min=state.spec.decode.block_len)
+    return np.maximum(left, state.spec.decode.block_len)
 
 
 def uncut_blocks(query_lens: Column, remaining: Column, starts: Column, caps: DecodeCaps) -> Column:

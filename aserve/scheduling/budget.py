@@ -52,9 +52,12 @@ def next_query_lens(state: SchedulerState, rows: Column) -> Column:
     table, caps = state.table, state.spec.decode
     wanted = table.remaining[rows]
     room = table.max_kv_len[rows] - table.scheduled_len[rows]
-    most = table.max_step_tokens[rows] - table.num_cut[rows]
-    most -= table.scheduled_len[rows] % caps.block_len * (table.num_uncertain[rows] == 0)
-    if (most > caps.root_len).any():
+    most = table.max_step_tokens[rows]
+    if has_more := (most > caps.root_len).any():
+        most -= table.num_cut[rows]
+        most -= table.scheduled_len[rows] % caps.block_len * (table.num_uncertain[rows] == 0)
+        has_more = (most > caps.root_len).any()
+    if has_more:
         may_draft = wanted == caps.root_len
         if not caps.min_tokens_per_step:
             # WHY: a mask is for an output position, which then may meet drafts more than once.
@@ -142,7 +145,7 @@ def _prefill_needs_of_rank(state: SchedulerState, rows: Column) -> Pages:
 def _num_missing(state: SchedulerState, rows: Column, num_positions: Column) -> Column:
     """Page indices that each row lacks to cover so many positions."""
     missing: Column = -(-num_positions // state.spec.page_size) - state.table.num_pages[rows]
-    return missing.clip(min=0)
+    return np.maximum(missing, 0)
 
 
 def spare_pages(state: SchedulerState, sequence: Sequence, *, step_total: Pages | None) -> int:

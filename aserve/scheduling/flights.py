@@ -59,6 +59,8 @@ class Step(msgspec.Struct, gc=False, eq=False):
 
     def indices_of(self, rows: ArrayI32) -> Column:
         """Returns the indices of these rows in the columns."""
+        if len(rows) == len(self.rows) and (rows == self.rows).all():
+            return np.arange(len(rows))
         places = np.zeros(np.maximum.reduce(self.rows) + 1, np.int64)
         places[self.rows] = np.arange(len(self.rows))
         indices: Column = places[rows]
@@ -92,11 +94,10 @@ def plan_step(
     """
     rows = rows_of(sequences)
     remaining = table.remaining[rows]
-    is_whole = query_lens >= remaining
-    num_drafts = num_accepted = np.where(is_whole, query_lens - remaining, 0)
+    num_drafts = num_accepted = np.maximum(query_lens - remaining, 0)
     if caps.tree is not None:
         num_accepted = np.array([caps.tree.depth(count) for count in num_drafts.tolist()], np.int64)
-    has_outputs = is_whole & (table.max_tokens[rows] > 0)
+    has_outputs = (query_lens >= remaining) & (table.max_tokens[rows] > 0)
     max_outputs = np.where(has_outputs, num_accepted + caps.root_len, 0)
     return Step(
         iteration,

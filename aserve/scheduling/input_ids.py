@@ -32,6 +32,8 @@ def next_ids(table: RowTable, step: Step) -> Column:
     """Returns the id of the token after each span. After a middle chunk that is the next token of
     the prompt; else it is -row, because the token is not known yet, or never will be.
     """
+    if step.samples.all():
+        return -step.rows
     ends = table.scheduled_len[step.rows] + step.query_lens
     has_next = ~step.samples & (ends < table.num_tokens[step.rows])
     ids = -step.rows

@@ -98,9 +98,9 @@ class SequenceText:
         """Returns the output that became certain since the last call."""
         ready = self._ready_tokens()
         self.num_kept += len(ready)
-        text = self._text[: self._certain_len() - self._num_released]
-        self._text = self._text[len(text) :]
-        self._num_released += len(text)
+        num_certain = self._certain_len() - self._num_released
+        text, self._text = self._text[:num_certain], self._text[num_certain:]
+        self._num_released += num_certain
         logprobs = [token.logprob for token in ready if token.logprob is not None]
         return Released(text, [token.token_id for token in ready], tuple(logprobs))
 
