@@ -798,8 +798,8 @@ class RouterOptions:
     )
     balance_abs_threshold: int = option(
         64,
-        "cache_aware: loads differ too much for prefixes to count if the highest is more than this "
-        "number of requests above the lowest, and more than --balance-rel-threshold times it",
+        "cache_aware: a replica that has a prefix gets no more of it if its load is more than this "
+        "number of requests above the lowest one, and more than --balance-rel-threshold times it",
         Limits(low=0),
     )
     balance_rel_threshold: float = option(

@@ -165,7 +165,7 @@ class Cluster:
 
     def run(self) -> Found:
         options, routers = self._options, self._routers
-        self._probe(0.0)
+        self._begin_probes()
         for number in range(options.clients * len(self._devices)):
             client = Client(number, number % len(routers))
             start_s = options.warm_up_s * float(self._numbers.random())
@@ -193,12 +193,22 @@ class Cluster:
             now_s, _, act = heapq.heappop(self._events)
             act(now_s)
 
-    def _probe(self, now_s: float) -> None:
-        """Each router hears the load of all replicas."""
-        for balancer in self._balancers:
-            for device in self._devices.values():
-                balancer.probed(device.name, load=device.num_open)
-        self._at(now_s + RouterOptions().health_interval, self._probe)
+    def _begin_probes(self) -> None:
+        """Each router hears the loads of all replicas at intervals. Routers that were started one
+        after the other do not do so at the same moment.
+        """
+        for number, balancer in enumerate(self._balancers):
+            self._hear(balancer)
+            phase = number / len(self._balancers)
+            self._at(phase * RouterOptions().health_interval, partial(self._probe, balancer))
+
+    def _probe(self, balancer: Balancer, now_s: float) -> None:
+        self._hear(balancer)
+        self._at(now_s + RouterOptions().health_interval, partial(self._probe, balancer))
+
+    def _hear(self, balancer: Balancer) -> None:
+        for device in self._devices.values():
+            balancer.probed(device.name, load=device.num_open)
 
     def _ask(self, client: Client, now_s: float) -> None:
         """The client's next request enters its router."""

@@ -72,11 +72,11 @@ def test_a_match_counts_only_above_the_cache_threshold(shared: int, is_kept: boo
 
 
 def test_routers_that_do_not_know_each_other_send_a_prefix_to_one_replica() -> None:
-    """A home that has more than its share is left out, and one that leaves moves its own alone."""
+    """A replica that leaves moves its own prefixes alone."""
     first, second, fewer = ready(), ready(), Balancer(RouterOptions(), "ab")
     for name in "ab":
         fewer.probed(name, load=0)
-    prompts = [Demand(block_digests(f"{number:>300}".encode() * 2)) for number in range(60)]
+    prompts = [Demand(block_digests(f"{number:<300}".encode() * 2)) for number in range(60)]
     homes = [first.pick(prompt) for prompt in prompts]
     assert [second.pick(prompt) for prompt in prompts] == homes
     assert min(Counter(homes).values()) > 10
@@ -84,8 +84,35 @@ def test_routers_that_do_not_know_each_other_send_a_prefix_to_one_replica() -> N
         home for home, prompt in zip(homes, prompts, strict=True) if fewer.pick(prompt) != home
     ]
     assert set(moved) == {"c"}
-    second.probed(str(homes[0]), load=8)
-    assert second.pick(prompts[0]) != homes[0]
+
+
+def test_a_replica_that_others_have_filled_keeps_a_share_and_our_own_load_counts_whole() -> None:
+    """All routers hear of it. If each of them left it out, it would have nothing to do."""
+    first, second = ready(), ready()
+    prompts = [Demand(block_digests(f"{number:<300}".encode() * 2)) for number in range(90)]
+    own = [prompt for prompt in prompts if first.pick(prompt) == "a"]
+    first.probed("a", load=8)
+    kept = sum(first.pick(prompt) == "a" for prompt in own)
+    assert 0.3 < kept / len(own) < 0.8, "of 8, its share is 1.25 times the mean, and 1"
+    for _ in range(8):
+        second.start("a", PLAIN)
+    assert not any(second.pick(prompt) == "a" for prompt in own)
+    for router in (first, second):
+        assert {router.pick(prompt) for prompt in own} - {"a"} == {"b", "c"}
+
+
+def test_equal_matches_are_asked_in_the_order_of_homes() -> None:
+    """So routers that have sent a prefix to the same replicas, in any order, agree on one."""
+    routers = ready(), ready()
+    prompt = prompt_of("x", 8)
+    for router, names in zip(routers, ("abc", "cba"), strict=True):
+        for name in names:
+            router.start(name, prompt)
+            router.end(name)
+    router = routers[0]
+    router.probed("a", load=3)
+    router.probed("b", load=1)
+    assert len({each.pick(prompt) for each in (*routers, ready())}) == 1
 
 
 def test_a_session_stays_and_a_leaving_replica_moves_only_its_own() -> None:
