@@ -120,11 +120,12 @@ def serve_store(listener: socket.socket) -> object:
 
 def _kv_parts(resolved: Resolved, model_dir: Path) -> int | None:
     """Returns into how many parts tensor-parallel ranks divide the KV heads, if it is to travel."""
-    from aserve.gpu.models.config.model import parse_config, read_fields
-
     is_staged = resolved.machine.pipeline_parallel_size > 1
     if resolved.disaggregation.disaggregation_mode == "null" or is_staged or resolved.dp_size > 1:
         return None
+    # PERF: this imports torch. Without transfers the other ranks start first.
+    from aserve.gpu.models.config.model import parse_config, read_fields
+
     num_heads = parse_config(read_fields(model_dir), defaults={}).num_kv_heads
     return min(resolved.machine.tensor_parallel_size, num_heads)
 

@@ -23,7 +23,7 @@ from aserve.actors.supervisor import Supervisor
 from aserve.engine_core import EngineCorePorts, LocalEngineCore, LocalExecutor
 from aserve.errors import AserveError, ConfigError, ErrorInfo
 from aserve.grammar.compile import Vocabulary
-from aserve.grammar.process import early_worker
+from aserve.grammar.process import CompileProcess, early_worker
 from aserve.host.environment import (
     collect_rarely,
     prepare_process,
@@ -134,17 +134,20 @@ class EngineSide:
         prepare_process(start.resolved.machine.threads)
         loop = asyncio.get_running_loop()
         on_stage = StageReporter(self._link.write, call=loop.call_soon_threadsafe)
-        with early_worker(start.resolved.grammar.grammar_workers) as worker:
+        num_workers = start.resolved.grammar.grammar_workers
+        # PERF: the imports of a grammar worker take as much processor time as those of the engine,
+        # for which the open requests wait in a restart. Those with grammars wait a little longer.
+        with early_worker(0 if start.is_restart else num_workers) as worker:
             executor = await in_thread(lambda: self._loader(start, on_stage), name="load")
-            if worker is not None:
+            if num_workers:
                 on_stage("grammars")
             core = self._connect(start, executor)
             await core.start(self._supervisor.report_death)
             self._supervisor.start()
             set_up_collector()
             self._link.write(Ready(executor.spec, executor.about))
-            if worker is not None:
-                core.grammars.adopt(worker)
+            if num_workers:
+                core.grammars.adopt(worker or CompileProcess())
         self._beat()
         await self._ended
 

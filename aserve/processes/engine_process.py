@@ -92,11 +92,13 @@ async def ended(process: subprocess.Popen[bytes], *, timeout_s: float) -> int | 
 
 def numbered(start: Start, num_starts: int) -> Start:
     """Returns the Start of an engine. What --record has written of a dead one is kept."""
-    debug = start.resolved.debug
-    if not num_starts or debug.record is None:
+    if not num_starts:
         return start
-    debug = dataclasses.replace(debug, record=f"{debug.record}.{num_starts}")
-    return msgspec.structs.replace(start, resolved=dataclasses.replace(start.resolved, debug=debug))
+    resolved, debug = start.resolved, start.resolved.debug
+    if debug.record is not None:
+        debug = dataclasses.replace(debug, record=f"{debug.record}.{num_starts}")
+        resolved = dataclasses.replace(resolved, debug=debug)
+    return msgspec.structs.replace(start, resolved=resolved, is_restart=True)
 
 
 def spawned(command: Sequence[str], stdin: socket.socket) -> subprocess.Popen[bytes]:

@@ -39,6 +39,7 @@ class Start(Message, frozen=True):
     resolved: Resolved
     model_dir: str
     directory: str
+    is_restart: bool = False  # requests wait for this engine to go on
 
 
 class StartReplica(Message, frozen=True):

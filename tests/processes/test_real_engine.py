@@ -6,20 +6,29 @@ import asyncio
 import gzip
 import json
 import os
+import socket
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from aserve.config import Facts, Raw, resolve
+from aserve.engine_core import LocalExecutor
+from aserve.errors import ConfigError
+from aserve.frames import framed
 from aserve.frontend import Frontend
+from aserve.grammar.process import MODULE
 from aserve.http.probes import health_of
 from aserve.messages.changes import LoadWeights, Profile
 from aserve.messages.requests import GenerateRequest, SamplingParams, TextPrompt
-from aserve.processes.engine_process import ENGINE, EngineProcess
+from aserve.processes import engine
+from aserve.processes.engine_process import ENGINE, EngineProcess, numbered
 from aserve.processes.link import Start
 from aserve.processes.remote import RemoteEngineCore
+from aserve.progress import OnStage
 from aserve.text.load import load_text
 from aserve.tiny import MODEL_DIR
+from tests.e2e.server_process import children_of
 from tests.fakes.lora_adapters import Recipe, write_adapter, write_merged
 
 pytestmark = pytest.mark.slow
@@ -76,3 +85,25 @@ async def test_the_engine_of_a_device_answers_over_its_socket_also_with_other_we
     assert app.state.phase != "dead"
     assert process.process is not None
     assert process.process.returncode == 0
+
+
+@pytest.mark.parametrize(("is_restart", "num_workers"), [(False, 1), (True, 0)])
+async def test_a_restarted_engine_loads_before_it_starts_a_grammar_worker(
+    is_restart: bool, num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+
+    def load(start: Start, on_stage: OnStage) -> LocalExecutor:
+        found.append(len(children_of(os.getpid(), module=MODULE)))
+        raise ConfigError("it is enough")
+
+    for name in ("start_logging", "prepare_process"):
+        monkeypatch.setattr(engine, name, lambda *_: None)
+    resolved = resolve(Raw(command_line={"grammar_workers": 1}), Facts(default_model="none"))
+    first = Start(resolved, "nowhere", os.getcwd())
+    start = numbered(first, num_starts=int(is_restart))
+    ours, theirs = socket.socketpair()
+    with ours:
+        ours.sendall(framed(msgspec.msgpack.encode([start])))
+        assert await engine.EngineSide(load).run(theirs) == 1
+    assert found == [num_workers]
