@@ -90,7 +90,8 @@ def _layers(has: Capabilities) -> Iterator[str]:
         "latents": has.latents,
     }
     yield from (kind for kind, is_there in kinds.items() if is_there)
-    yield from (f"mask {mask.value}" for mask in has.masks if mask.value != "causal")
+    masks = sorted(mask.value for mask in has.masks)
+    yield from (f"mask {mask}" for mask in masks if mask != "causal")
 
 
 def _steps(has: Capabilities) -> Iterator[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import (
+    GatedRepoError,
     HfHubHTTPError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
@@ -92,6 +93,8 @@ def test_what_the_hub_answers_is_one_clear_error(fake_hub: FakeHub) -> None:
     fake_hub.answer = client_error("no route to host")
     said = "neither a directory nor in the download cache, and the hub cannot be reached"
     assert said in refusal_of("someone/model")
+    fake_hub.answer = GatedRepoError.__new__(GatedRepoError)  # its licence must be accepted
+    assert "is gated: accept its terms on the hub, then log in" in refusal_of("someone/model")
     fake_hub.answer = RepositoryNotFoundError.__new__(RepositoryNotFoundError)
     assert "neither a directory nor a model of the hub" in refusal_of("someone/model")
 
