@@ -136,8 +136,10 @@ def host_process(address: str, *options: str) -> Iterator[subprocess.Popen[str]]
         arguments, env=environment() | {"ASERVE_DIST_KEY": KEY}, cwd=REPOSITORY, text=True
     )
     with process:
-        yield process
-        process.kill()
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 async def reason_of_death(executor: ParallelExecutor, host_pid: int) -> BaseException:
