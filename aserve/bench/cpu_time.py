@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from aserve.errors import ConfigError
@@ -27,6 +27,14 @@ def process_tree(pid: int) -> Iterator[Path]:
             continue  # the process has ended
         yield process
         waiting += [PROC / child for text in children for child in text.split()]
+
+
+def place_on(pid: int, cores: Iterable[int]) -> None:
+    """Lets all threads of a process and of its descendants run only on these cores."""
+    for process in process_tree(pid):
+        for task in (process / "task").iterdir():
+            with contextlib.suppress(ProcessLookupError):  # the thread has ended
+                os.sched_setaffinity(int(task.name), cores)
 
 
 TICKS = (13, 14, 15, 16)  # indices of utime, stime, cutime and cstime in /proc/PID/stat: proc(5)

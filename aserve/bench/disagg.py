@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import multiprocessing
+import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack, closing
 from multiprocessing.connection import Connection as Pipe
 
@@ -20,9 +21,10 @@ import aiohttp
 import msgspec
 import numpy as np
 
+from aserve.bench.cpu_time import place_on
 from aserve.bench.options import DisaggBenchOptions
 from aserve.bench.result import BenchResult, Table, median, percentile
-from aserve.bench.server_start import serving
+from aserve.bench.server_start import RunningServer, serving
 from aserve.bench.streamed import Answer, send_request
 from aserve.config import Resolved
 from aserve.disagg.carriers import Inlets, Outlets, receive_values
@@ -36,7 +38,8 @@ MANY = 32  # blocks of a copy, so that no processor's cache has them
 NOTE = (
     "added_ttft_ms: the first token from two servers, less that from one, prompts in turns. "
     "Transfers count their checksums. Goals: a transfer at 0.7 of a plain socket's rate, and an "
-    "ITL p99 of at most 1.3 medians while prompts arrive."
+    "ITL p99 of at most 1.3 medians while prompts arrive, for which the servers that decode have a "
+    "core of their own."
 )
 
 
@@ -176,7 +179,7 @@ async def _measure_servers(options: DisaggBenchOptions) -> dict[str, float]:
     async with AsyncExitStack() as stack:
         one = await stack.enter_async_context(serving(*common))
         role = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", port)
-        await stack.enter_async_context(serving(*common, *role))
+        prefill = await stack.enter_async_context(serving(*common, *role))
         role = ("--disaggregation-mode", "decode", "--disaggregation-prefill", f"127.0.0.1:{port}")
         pair = await stack.enter_async_context(serving(*common, *role))
         client = await stack.enter_async_context(aiohttp.ClientSession())
@@ -185,6 +188,7 @@ async def _measure_servers(options: DisaggBenchOptions) -> dict[str, float]:
             for address, times in ttfts.items():
                 answer = await _ask(client, address, _body(number, options.prompt_len, 2))
                 times += [] if number < 0 else [1e3 * (answer.ttft_s or 0.0)]
+        _share_cores(decoding=(one, pair), other=(prefill.pid, os.getpid()))
         jitters = [await _jitter(client, address, options) for address in ttfts]
     alone, fetched = (median(times) for times in ttfts.values())
     figures = {"ttft_one_ms": alone, "ttft_two_ms": fetched, "added_ttft_ms": fetched - alone}
@@ -192,6 +196,17 @@ async def _measure_servers(options: DisaggBenchOptions) -> dict[str, float]:
         figures[f"itl_{name}_ms"] = middle_ms
         figures[f"itl_{name}_p99_medians"] = p99_ms / middle_ms
     return figures
+
+
+def _share_cores(*, decoding: Iterable[RunningServer], other: Iterable[int]) -> None:
+    """Gives one core to the servers that decode, of which one at a time is busy, and the others to
+    the processes that prefill or measure."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) > 1:
+        for server in decoding:
+            place_on(server.pid, cores[-1:])
+        for pid in other:
+            place_on(pid, cores[:-1])
 
 
 async def _jitter(
