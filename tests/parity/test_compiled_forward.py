@@ -22,6 +22,7 @@ from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.layers.linear import Prepare
 from aserve.gpu.models.base import CausalModel, HiddenCapture
+from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.sampling.params import RowTables
 from aserve.gpu.step.forward_batch import ForwardBatch, ForwardOverrides
 from aserve.gpu.step.future_map import FutureMap
@@ -78,12 +79,20 @@ def load_tiled(
     return load_model(directory, dtype=name, max_model_len=MAX_MODEL_LEN, target=target)
 
 
-def site(directory: Path, dtype: torch.dtype, prepare: Prepare = prepare_tiled) -> Site:
-    """Pages of the rows lie scattered, and hold what an earlier step might have left there."""
+def site(
+    directory: Path,
+    dtype: torch.dtype,
+    prepare: Prepare = prepare_tiled,
+    kv_dtype: torch.dtype | None = None,
+) -> Site:
+    """Pages of the rows lie scattered, and hold what an earlier step might have left there. KV has
+    the model's dtype unless another one is given."""
     model = load_tiled(directory, dtype, prepare=prepare)
     num_pages = 1 + MAX_ROWS * COLUMNS
     shape = (MAX_ROWS + 1, COLUMNS)
-    pools = make_pools(model.layers, num_pages, table_shape=shape, page_size=PAGE_SIZE, dtype=dtype)
+    pools = make_pools(
+        model.layers, num_pages, table_shape=shape, page_size=PAGE_SIZE, dtype=kv_dtype or dtype
+    )
     generator = torch.Generator().manual_seed(1)
     for table in pools.page_tables:
         pages = 1 + torch.randperm(num_pages - 1, generator=generator)
@@ -130,6 +139,24 @@ def test_one_call_gives_the_hidden_states_and_kv_of_many(
             assert distance(part, its_kv) < TOLERANCES[dtype]
             is_kept = (its_kv == old.float()).all(dim=(1, 2))
             assert torch.equal(part[is_kept], old[is_kept])
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+def test_kv_of_fp8_is_stored_and_read_in_one_call(reference_of: ReferenceOf) -> None:
+    """What one rounds up the other may round down, if it is near the middle of two elements."""
+    directory, fp8 = reference_of("gemma2").directory, torch.float8_e4m3fn
+    here, plain = (site(directory, torch.float32, kv_dtype=fp8) for _ in range(2))
+    for own in (here, plain):
+        for index, kv in own.pools.layers.items():
+            own.pools.layers[index] = replace(kv, scales=(0.5, 0.25))
+    assert isinstance(here.model, Decoder)
+    fused_step = CompiledForward(here.model, here.state)
+    for query_lens, lens in (([1, 1, 1], [0, 30, 70]), ([19, 1, 3, 33], [0, 41, 25, 30])):
+        batch = ForwardBatch.init_new(device_batch(query_lens, lens), here.pools)
+        assert distance(fused_step.run(batch), plain.plain(batch)) < 0.02
+        for part, its_kv in zip(here.parts(), plain.parts(), strict=True):
+            assert distance(part, its_kv) < 0.01
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from aserve.gpu.device.cpu.weights import AVX512_BF16, read_isa
 from aserve.gpu.kv.pools import KvPools
+from aserve.gpu.kv.store import Scales, byte_view, from_kv_dtype
 from aserve_kernels.cpu.chunk_attention import chunk_attention, compile_chunk_attention
 from aserve_kernels.cpu.gemm import OUTPUTS
 from aserve_kernels.cpu.host_rows import HostRows
@@ -38,17 +39,20 @@ def sdpa_tiles(
     for row, kv_len, start, query_len in zip(
         own.rows, own.lens, own.starts, own.query_lens, strict=True
     ):
-        kv = _RowKv(keys, values, torch.from_numpy(rows.page_table[row]), rows.page_size)
+        pages = torch.from_numpy(rows.page_table[row])
+        scales = (scoring.key_scale, scoring.value_scale)
+        kv = _RowKv((keys, values), scales, pages, rows.page_size, q.dtype)
         part = slice(int(start), int(start + query_len))
         out[part] = _attend_row(q[part], kv, int(kv_len), scale=scoring.scale)
 
 
 @dataclass(frozen=True, slots=True)
 class _RowKv:
-    keys: Tensor
-    values: Tensor
+    pools: tuple[Tensor, Tensor]  # of keys and of values
+    scales: Scales
     pages: Tensor
     page_size: int
+    dtype: torch.dtype  # of the copies
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Copies of keys and values at positions start..stop: [positions, kv_heads, head_dim]."""
@@ -56,11 +60,13 @@ class _RowKv:
         pages = self.pages[column : -(-stop // self.page_size)]
         own = slice(start - column * self.page_size, stop - column * self.page_size)
 
-        def gather(pool: Tensor) -> Tensor:
-            by_page = pool.view(-1, self.page_size, *pool.shape[1:])
-            return by_page.index_select(0, pages).flatten(0, 1)[own]
+        def gather(pool: Tensor, scale: float) -> Tensor:
+            by_page = byte_view(pool).view(-1, self.page_size, *pool.shape[1:])
+            found = by_page.index_select(0, pages).flatten(0, 1)[own]
+            return from_kv_dtype(found.view(pool.dtype), self.dtype, scale)
 
-        return gather(self.keys), gather(self.values)
+        keys, values = map(gather, self.pools, self.scales)
+        return keys, values
 
 
 def _attend_row(q: Tensor, kv: _RowKv, kv_len: int, *, scale: float) -> Tensor:

@@ -64,15 +64,21 @@ class PagedCpu:
     static_plans = None
 
     def __init__(
-        self, pools: KvPools, prefill: ChunkedPrefill | None, *, has_latents: bool = False
+        self,
+        pools: KvPools,
+        prefill: ChunkedPrefill | None,
+        *,
+        has_latents: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """`prefill` computes rows with many queries; without it all rows use the same kernel."""
+        """`prefill` computes rows with many queries; without it all rows use the same kernel.
+        dtype: that of queries; None: that of KV."""
         self._pools = pools
         self._prefill = prefill
         self._tables = tuple(table.numpy() for table in pools.page_tables)
         num_workers = torch.get_num_threads()
         compile_kernel, attend = KERNELS[has_latents]
-        compile_kernel(pools.dtype, num_workers)
+        compile_kernel(dtype or pools.dtype, num_workers, pools.dtype)
         self._attend = partial(attend, num_workers=num_workers)
 
     def plan(self, batch: ForwardBatch) -> object:
@@ -111,7 +117,9 @@ class PagedCpu:
             kv = self._pools.layers[layer.index]
             q = kv.rope_and_store_kv(layer, inputs, batch.slots[kv.group])
             out = torch.empty((*q.shape[:2], layer.out_dim), dtype=q.dtype)
-            scoring = Scoring(layer.scale, layer.window, layer.softcap, sinks=inputs.sinks)
+            scoring = Scoring(
+                layer.scale, layer.window, layer.softcap, *kv.scales, sinks=inputs.sinks
+            )
             for part in own.parts(layer):
                 rows = part.rows[kv.group]
                 part.attend(q, kv.keys, kv.values, rows, scoring, out=out)

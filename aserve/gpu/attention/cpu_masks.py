@@ -30,8 +30,10 @@ from aserve.gpu.attention.chunked_prefill import choose_chunked_prefill
 from aserve.gpu.attention.cpu import PagedCpu
 from aserve.gpu.attention.latents import has_only_latents
 from aserve.gpu.attention.slots import Chosen, SparseOps
+from aserve.gpu.device.cpu.kernels import compile_kernels_for_fp8
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec, Mask
 from aserve.gpu.kv.pools import KvPools, LayerKv
+from aserve.gpu.kv.store import kv_dtype_name
 from aserve.gpu.models.base import Attend
 from aserve.gpu.models.indexer import IndexInputs
 from aserve.gpu.step.forward_batch import ForwardBatch
@@ -86,7 +88,7 @@ class UnmaskedCpu:
             kv = self._pools.layers[layer.index]
             q = kv.rope_and_store_kv(layer, inputs, batch.slots[kv.group])
             out = torch.empty(q.shape, dtype=q.dtype)
-            scoring = Scoring(layer.scale, None, layer.softcap, sinks=inputs.sinks)
+            scoring = Scoring(layer.scale, None, layer.softcap, *kv.scales, sinks=inputs.sinks)
             self._attend(q, kv.keys, kv.values, own.unmasked[kv.group], scoring, out=out)
             return out
 
@@ -119,7 +121,11 @@ def _build(site: AttentionSite) -> AttentionBackend:
     prefill, has_latents = None, has_only_latents(site)
     if not site.is_deterministic and not has_latents:
         prefill = choose_chunked_prefill(site.pools, torch.get_num_threads())
-    causal = PagedCpu(site.pools, prefill, has_latents=has_latents)
+    if has_latents and site.pools.dtype != site.dtype:
+        raise AttentionUnavailable(f"has no latents of {kv_dtype_name(site.pools.dtype)}")
+    if site.pools.dtype == torch.float8_e4m3fn:
+        compile_kernels_for_fp8(site.dtype)
+    causal = PagedCpu(site.pools, prefill, has_latents=has_latents, dtype=site.dtype)
     unmasked = [layer for layer in site.layers if layer.mask is Mask.NONE]
     if unmasked and has_latents:
         raise AttentionUnavailable("supports latent KV in layers with a causal mask only")
@@ -153,6 +159,7 @@ KIND = AttentionKind(
     Capabilities(
         devices=frozenset({"cpu"}),
         dtypes=frozenset({torch.float32, torch.bfloat16}),
+        kv_dtypes=frozenset({torch.float8_e4m3fn}),
         masks=frozenset({Mask.CAUSAL, Mask.NONE}),
         latents=True,
         sinks=True,

@@ -1,12 +1,13 @@
 """bfloat16 for numba, which has no such type: arrays of uint16 hold its bits.
 
-A kernel is written once for both dtypes, with `widen` and `narrow` at its loads and stores. The
-plain functions run with NUMBA_DISABLE_JIT=1; compiled code takes the overloads, by dtype.
+A kernel is written once for all dtypes, with `widen` and `narrow` at its loads and stores. The
+plain functions run with NUMBA_DISABLE_JIT=1; compiled code takes the overloads, by dtype. KV may be
+fp8 as well (fp8.py), whose bits are in arrays of uint8.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import numpy as np
@@ -15,15 +16,33 @@ from numba import njit, types
 from numba.extending import overload
 from torch import Tensor
 
+from aserve_kernels.cpu.fp8 import GREATEST, fp8_bits, from_fp8
+
 Float32s: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
-# float32, or the bits of bfloat16 as uint16.
-Floats: TypeAlias = Float32s | np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
+# float32, the bits of bfloat16 as uint16, or those of fp8 as uint8.
+Floats: TypeAlias = (
+    Float32s
+    | np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
+    | np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+)
+
+BITS = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}
+NUMBA_TYPES: Mapping[torch.dtype, types.Type] = {
+    torch.uint16: types.uint16,
+    torch.uint8: types.uint8,
+}
+
+
+def numba_type(dtype: torch.dtype) -> types.Type:
+    """Returns the type of the elements of such an array."""
+    bits = BITS.get(dtype)
+    return types.float32 if bits is None else NUMBA_TYPES[bits]
 
 
 def as_array(tensor: Tensor) -> Floats:
-    """Returns a view of a float32 or bfloat16 tensor on the CPU."""
-    if tensor.dtype == torch.bfloat16:
-        bits: Floats = tensor.view(torch.uint16).numpy()
+    """Returns a view of a float32, bfloat16 or fp8 tensor on the CPU."""
+    if tensor.dtype in BITS:
+        bits: Floats = tensor.view(BITS[tensor.dtype]).numpy()
         return bits
     array: Floats = tensor.numpy()
     return array
@@ -33,13 +52,19 @@ def widen(source: Floats, target: Float32s, /) -> None:
     """target[:] = source, converted to float32. Both are [n]."""
     if source.dtype == np.uint16:
         target[:] = (source.astype(np.uint32) << 16).view(np.float32)
+    elif source.dtype == np.uint8:
+        target[:] = torch.from_numpy(source).view(torch.float8_e4m3fn).float().numpy()
     else:
         target[:] = source
 
 
 def narrow(source: Float32s, target: Floats, /) -> None:
-    """target[:] = source, rounded to the nearest, ties to even; NaN stays NaN. Both are [n]."""
-    if target.dtype == np.uint16:
+    """target[:] = source, rounded to the nearest, ties to even; NaN stays NaN. Both are [n].
+    What is beyond the greatest element of fp8 becomes that."""
+    if target.dtype == np.uint8:
+        clamped = torch.from_numpy(source).clamp(-GREATEST, GREATEST)
+        target[:] = clamped.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    elif target.dtype == np.uint16:
         target[:] = torch.from_numpy(source).to(torch.bfloat16).view(torch.uint16).numpy()
     else:
         target[:] = source
@@ -88,6 +113,14 @@ def _widen(source: types.Array, target: types.Array) -> Callable[[Floats, Float3
 
         return from_bits
 
+    if source.dtype == types.uint8:
+
+        def from_fp8_bits(source: Floats, target: Float32s) -> None:
+            for i in range(target.shape[0]):
+                target[i] = from_fp8(source[i])
+
+        return from_fp8_bits
+
     def copy(source: Floats, target: Float32s) -> None:
         for i in range(target.shape[0]):
             target[i] = source[i]
@@ -104,6 +137,14 @@ def _narrow(source: types.Array, target: types.Array) -> Callable[[Float32s, Flo
                 target[i] = bf16_bits(source[i])
 
         return to_bits
+
+    if target.dtype == types.uint8:
+
+        def to_fp8_bits(source: Float32s, target: Floats) -> None:
+            for i in range(target.shape[0]):
+                target[i] = fp8_bits(source[i])
+
+        return to_fp8_bits
 
     def copy(source: Float32s, target: Floats) -> None:
         for i in range(target.shape[0]):

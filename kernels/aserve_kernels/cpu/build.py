@@ -49,8 +49,10 @@ Tasks: TypeAlias = "deque[list[KernelVariant]]"
 # The slowest kernels come first, so that no worker is left alone with one at the end.
 COMPILERS: Mapping[str, Callable[[torch.dtype, int], None]] = {
     "decoder_forward": compile_decoder_forward,
+    "decoder_forward_fp8": partial(compile_decoder_forward, kv_dtype=torch.float8_e4m3fn),
     "draft_forward": lambda dtype, _: compile_draft_forward(dtype),
     "paged_attention": compile_paged_attention,
+    "paged_attention_fp8": partial(compile_paged_attention, kv_dtype=torch.float8_e4m3fn),
     "chunk_attention": lambda _, num_threads: compile_chunk_attention(num_threads),
     "latent_attention": compile_latent_attention,
     "index_scores": compile_index_scores,

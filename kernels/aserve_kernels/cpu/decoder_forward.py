@@ -16,7 +16,7 @@ import torch
 from numba import from_dtype, njit, prange, types
 from torch import Tensor
 
-from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array
+from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, numba_type
 from aserve_kernels.cpu.decoder_layers import (
     LAYER,
     LORA,
@@ -97,8 +97,9 @@ def decoder_forward(
     records = (tables.model, tables.layers, tables.loras)
     forward = _forward_alone if num_workers == 1 else _forward
     residual = np.empty((0, out.shape[1]), np.float32) if stream is None else stream.numpy()
-    written = (as_array(out), as_array(streams), residual, new_meeting(), num_workers)
-    forward(input_ids, as_array(hidden), *own, *records, *written)
+    written = (as_array(out), as_array(streams), residual, kv_like(tables))
+    team = (new_meeting(), num_workers)
+    forward(input_ids, as_array(hidden), *own, *records, *written, *team)
     return out, streams
 
 
@@ -132,7 +133,8 @@ def decoder_step(
     numbers = (iteration, int(is_block))
     step = _step_alone if num_workers == 1 else _step
     records = (tables.model, tables.layers, tables.loras)
-    step(*inputs, *numbers, *records, *written, new_meeting(), num_workers)
+    team = (new_meeting(), num_workers)
+    step(*inputs, *numbers, *records, *written, kv_like(tables), *team)
     return StepOutputs(words, counts, token_ids, kv_lens, out, streams)
 
 
@@ -143,24 +145,29 @@ def _empty_outputs(num_tokens: int, tables: Tables) -> tuple[Tensor, Tensor]:
     return torch.empty(shape, dtype=tables.dtype), streams
 
 
+def kv_like(tables: Tables) -> Floats:
+    """An empty array in the dtype of KV."""
+    return as_array(torch.empty(0, dtype=tables.kv_dtype))
+
+
 COLUMN = types.Array(types.int64, 1, "C")
 RECORDS = tuple(types.Array(from_dtype(kind), 1, "C") for kind in (MODEL, LAYER, LORA))
 
 
-def floats_of(dtype: torch.dtype) -> types.Type:
-    return types.uint16 if dtype == torch.bfloat16 else types.float32
-
-
-def compile_decoder_forward(dtype: torch.dtype, num_workers: int = 1) -> None:
-    """Compiles for this dtype, and either for one worker or for several."""
-    floats = floats_of(dtype)
+def compile_decoder_forward(
+    dtype: torch.dtype, num_workers: int = 1, kv_dtype: torch.dtype | None = None
+) -> None:
+    """Compiles for this dtype, of KV as well unless another one is given, and either for one worker
+    or for several."""
+    floats, kv = numba_type(dtype), types.Array(numba_type(kv_dtype or dtype), 1, "C")
     table, streams = types.Array(floats, 2, "C"), types.Array(floats, 3, "C")
     words = types.Array(types.int32, 1, "C")
     forward, step = (_forward_alone, _step_alone) if num_workers == 1 else (_forward, _step)
     team = (COLUMN, types.int64)
     residual = types.Array(types.float32, 2, "C")
-    compile_ahead(forward, COLUMN, table, *[COLUMN] * 6, *RECORDS, table, streams, residual, *team)
-    results = (*[COLUMN] * 3, table, streams, words, *team)
+    written = (table, streams, residual, kv)
+    compile_ahead(forward, COLUMN, table, *[COLUMN] * 6, *RECORDS, *written, *team)
+    results = (*[COLUMN] * 3, table, streams, words, kv, *team)
     compile_ahead(step, *[COLUMN] * 9, *[types.int64] * 2, *RECORDS, *results)
 
 
@@ -168,14 +175,14 @@ def compile_decoder_forward(dtype: torch.dtype, num_workers: int = 1) -> None:
 def _forward(
     ids: Int64s, hiddens: Floats, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
     slots: Int64s, captured: Int64s, models: Records, layers: Records, loras: Records,
-    out: Floats, streams: Floats, stream: Float32s, meeting: Int64s, num_workers: int,
+    out: Floats, streams: Floats, stream: Float32s, kv: Floats, meeting: Int64s, num_workers: int,
 ) -> None:  # fmt: skip
     wide = np.empty(num_wide(ids.shape[0], models[0]), np.float32)
     narrow_ = np.empty(num_narrow(ids.shape[0], models[0]), out.dtype)
     for worker in prange(num_workers):
         _forward_share(
             ids, hiddens, rows, lens, starts, query_lens, slots, captured, models, layers, loras,
-            out, streams, stream, wide, narrow_, meeting, worker, num_workers,
+            out, streams, stream, kv, wide, narrow_, meeting, worker, num_workers,
         )  # fmt: skip
 
 
@@ -183,14 +190,14 @@ def _forward(
 def _forward_alone(
     ids: Int64s, hiddens: Floats, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
     slots: Int64s, captured: Int64s, models: Records, layers: Records, loras: Records,
-    out: Floats, streams: Floats, stream: Float32s, meeting: Int64s, num_workers: int,
+    out: Floats, streams: Floats, stream: Float32s, kv: Floats, meeting: Int64s, num_workers: int,
 ) -> None:  # fmt: skip
     wide = np.empty(num_wide(ids.shape[0], models[0]), np.float32)
     narrow_ = np.empty(num_narrow(ids.shape[0], models[0]), out.dtype)
     for worker in range(num_workers):
         _forward_share(
             ids, hiddens, rows, lens, starts, query_lens, slots, captured, models, layers, loras,
-            out, streams, stream, wide, narrow_, meeting, worker, num_workers,
+            out, streams, stream, kv, wide, narrow_, meeting, worker, num_workers,
         )  # fmt: skip
 
 
@@ -198,11 +205,11 @@ def _forward_alone(
 def _forward_share(
     ids: Int64s, hiddens: Floats, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
     slots: Int64s, captured: Int64s, models: Records, layers: Records, loras: Records,
-    out: Floats, streams: Floats, stream: Float32s, wide: Float32s, narrow_: Floats,
+    out: Floats, streams: Floats, stream: Float32s, kv: Floats, wide: Float32s, narrow_: Floats,
     meeting: Int64s, worker: int, num_workers: int,
 ) -> None:  # fmt: skip
     team = Team(worker, num_workers, meeting)
-    buffers = buffers_in(wide, narrow_, ids.shape[0], models[0])
+    buffers = buffers_in(wide, narrow_, ids.shape[0], models[0], kv)
     first, last = share_of(stream.shape[0], team)
     buffers.hidden[first:last] = stream[first:last]
     run_layers(
@@ -218,7 +225,7 @@ def _step(
     num_drafts: Int64s, is_sampled: Int64s, slots: Int64s, captured: Int64s, iteration: int,
     is_block: int, models: Records, layers: Records, loras: Records,
     counts: Int64s, token_ids: Int64s, exact_lens: Int64s, out: Floats, streams: Floats,
-    words: Int32s, meeting: Int64s, num_workers: int,
+    words: Int32s, kv: Floats, meeting: Int64s, num_workers: int,
 ) -> None:  # fmt: skip
     starts, lens = np.empty_like(rows), np.empty_like(rows)
     num_logits = min(MAX_LOGITS_ROWS, _num_logits(is_sampled, num_drafts))
@@ -230,7 +237,7 @@ def _step(
         _step_share(
             ids, rows, kv_lens, is_bound, query_lens, num_drafts, is_sampled, slots, captured,
             iteration, is_block, models, layers, loras, counts, token_ids, exact_lens, out, streams,
-            words, starts, lens, wide, narrow_, gathered, logits, meeting, worker, num_workers,
+            words, kv, starts, lens, wide, narrow_, gathered, logits, meeting, worker, num_workers,
         )  # fmt: skip
 
 
@@ -240,7 +247,7 @@ def _step_alone(
     num_drafts: Int64s, is_sampled: Int64s, slots: Int64s, captured: Int64s, iteration: int,
     is_block: int, models: Records, layers: Records, loras: Records,
     counts: Int64s, token_ids: Int64s, exact_lens: Int64s, out: Floats, streams: Floats,
-    words: Int32s, meeting: Int64s, num_workers: int,
+    words: Int32s, kv: Floats, meeting: Int64s, num_workers: int,
 ) -> None:  # fmt: skip
     starts, lens = np.empty_like(rows), np.empty_like(rows)
     num_logits = min(MAX_LOGITS_ROWS, _num_logits(is_sampled, num_drafts))
@@ -252,7 +259,7 @@ def _step_alone(
         _step_share(
             ids, rows, kv_lens, is_bound, query_lens, num_drafts, is_sampled, slots, captured,
             iteration, is_block, models, layers, loras, counts, token_ids, exact_lens, out, streams,
-            words, starts, lens, wide, narrow_, gathered, logits, meeting, worker, num_workers,
+            words, kv, starts, lens, wide, narrow_, gathered, logits, meeting, worker, num_workers,
         )  # fmt: skip
 
 
@@ -262,7 +269,7 @@ def _step_share(
     num_drafts: Int64s, is_sampled: Int64s, slots: Int64s, captured: Int64s, iteration: int,
     is_block: int, models: Records, layers: Records, loras: Records,
     counts: Int64s, token_ids: Int64s, exact_lens: Int64s, out: Floats, streams: Floats,
-    words: Int32s, starts: Int64s, lens: Int64s, wide: Float32s, narrow_: Floats,
+    words: Int32s, kv: Floats, starts: Int64s, lens: Int64s, wide: Float32s, narrow_: Floats,
     gathered: Floats, logits: Float32s, meeting: Int64s, worker: int, num_workers: int,
 ) -> None:  # fmt: skip
     model, team = models[0], Team(worker, num_workers, meeting)
@@ -272,7 +279,7 @@ def _step_share(
     meet(team)
     run_layers(
         token_ids, out[:0], rows, lens, starts, query_lens, slots, model, layers, loras, captured,
-        out, streams, buffers_in(wide, narrow_, ids.shape[0], model), team,
+        out, streams, buffers_in(wide, narrow_, ids.shape[0], model, kv), team,
     )  # fmt: skip
     _accept(
         rows, exact_lens, starts, query_lens, num_drafts, is_sampled, iteration, is_block, model,

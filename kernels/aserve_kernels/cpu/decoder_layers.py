@@ -8,8 +8,8 @@ calls between the matrix products. Per layer, with pre-norm residuals:
 
 The threads of a team share each product by outputs, attention by rows and KV heads, and the rest by
 tokens. Norms behind attention and MLP are supported too. Hidden states and sums are float32; the
-operands of the matrix products, and the KV cache, have the model's dtype. Tokens are drawn greedily
-or by Gumbel-max, without filters, penalties or masks.
+operands of the matrix products have the model's dtype, and KV has it or is fp8. Tokens are drawn
+greedily or by Gumbel-max, without filters, penalties or masks.
 
 A draft model may read a hidden state beside each token. Both, each after a norm, are joined, and a
 projection makes the residual stream of them, or they are the input of the first layer as they are
@@ -89,7 +89,8 @@ MODEL: Any = np.dtype(
 )
 
 # The record of a layer: its linear layers, and addresses: float32 norm weights (0 for none); the
-# cos/sin table [max_len, rotary_dim]; the layer's KV and page table.
+# cos/sin table [max_len, rotary_dim]; the layer's KV and page table; what elements of KV stand for,
+# as `element * scale`.
 LAYER: Any = np.dtype(
     [
         *[(name, PRODUCT) for name in ("qkv", "out", "gate_up", "down")],
@@ -97,6 +98,7 @@ LAYER: Any = np.dtype(
         *[(name, np.int64) for name in ("after_mlp", "before_next", "cos_sin")],
         *[(name, np.int64) for name in ("keys", "values", "num_slots", "page_table", "window")],
         *[(name, np.float32) for name in ("factor", "cap", "head_eps", "out_scale")],
+        *[(name, np.float32) for name in ("key_scale", "value_scale")],
     ],
     align=True,
 )
@@ -119,7 +121,8 @@ class Tables:
 
     model: Records  # [1] MODEL
     layers: Records  # [layers] LAYER
-    dtype: torch.dtype  # of weights and KV
+    dtype: torch.dtype  # of weights
+    kv_dtype: torch.dtype
     loras: Records  # [layers * 4] LORA, or none if no token has an adapter
     captured: Int64s  # the layers after which the residual stream is an output
 
@@ -133,6 +136,7 @@ class Buffers(NamedTuple):
     heads: Float32s  # [tokens, q + k + v heads, head_dim]
     gate_up: Float32s  # [tokens, 2 * inner]
     added: Float32s  # [tokens, hidden]
+    kv: Floats  # [0] in the dtype of KV
 
 
 @njit(nogil=True)
@@ -151,8 +155,8 @@ def num_narrow(num_tokens: int, model: Any) -> int:
 
 
 @njit(nogil=True)
-def buffers_in(wide: Float32s, narrow_: Floats, num_tokens: int, model: Any) -> Buffers:
-    """Divides memory of the sizes that `num_wide` and `num_narrow` return."""
+def buffers_in(wide: Float32s, narrow_: Floats, num_tokens: int, model: Any, kv: Floats) -> Buffers:
+    """Divides memory of the sizes that `num_wide` and `num_narrow` return. `kv` is like KV."""
     num_heads = model.heads + 2 * model.kv_heads * model.stores_kv
     size, heads_size = num_tokens * model.hidden, num_tokens * num_heads * model.head_dim
     gate_size, attended_size = (
@@ -167,6 +171,7 @@ def buffers_in(wide: Float32s, narrow_: Floats, num_tokens: int, model: Any) -> 
         rest[:heads_size].reshape((num_tokens, num_heads, model.head_dim)),
         rest[heads_size:][:gate_size].reshape((num_tokens, 2 * model.inner)),
         wide[size : 2 * size].reshape((num_tokens, model.hidden)),
+        kv,
     )
 
 
@@ -189,7 +194,7 @@ def run_layers(
     first, last = share_of(num_tokens, team)
     # `x` is the input of the next matrix product, and finally the result.
     x, own = out, out[first:last]
-    hidden, attended, gated, heads, gate_up, added = buffers
+    hidden, attended, gated, heads, gate_up, added, kv = buffers
     own_hidden, own_added = hidden[first:last], added[first:last]
     own_slots = slots[first:last]
     num_heads = heads.shape[1]
@@ -208,9 +213,9 @@ def run_layers(
         multiply_by(layer.qkv, source, flat_heads, worker, num_workers)
         meet(team)
         _add_lora(source[first:last], own_slots, loras, 4 * index, flat_heads[first:last])
-        store_keys(model, layer, rows, lens, starts, query_lens, heads, attended, first, last)
+        store_keys(model, layer, rows, lens, starts, query_lens, heads, attended, kv, first, last)
         meet(team)
-        _attend(model, layer, rows, lens, starts, query_lens, heads, attended, team)
+        _attend(model, layer, rows, lens, starts, query_lens, heads, attended, kv, team)
         meet(team)
         flat = attended.reshape((num_tokens, model.heads * model.head_dim))
         multiply_by(layer.out, flat, added, worker, num_workers)
@@ -308,19 +313,18 @@ def _add_lora(x: Floats, slots: Int64s, loras: Records, index: int, out: Float32
 @njit(inline="always")
 def _attend(
     model: Any, layer: Any, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
-    heads: Float32s, attended: Floats, team: Team,
+    heads: Float32s, attended: Floats, kv: Floats, team: Team,
 ) -> None:  # fmt: skip
     """Attends for a worker's share of the queries, heads [tokens, q + k + v, head_dim]."""
     kv_shape = (layer.num_slots, model.kv_heads, model.head_dim)
-    keys = array_at(layer.keys, kv_shape, attended)
-    values = array_at(layer.values, kv_shape, attended)
+    keys, values = array_at(layer.keys, kv_shape, kv), array_at(layer.values, kv_shape, kv)
     table = array_at(layer.page_table, (model.table_rows, model.table_columns), rows)
     if model.is_causal == 0:
         rows, lens, starts, query_lens = _as_last_tokens(rows, lens, query_lens)
     attend_share(
         heads[:, : model.heads], keys, values, attended, table, rows, lens, starts, query_lens,
         model.page_size, layer.window, layer.factor, layer.cap,
-        np.full(model.heads, np.float32(-np.inf)), team.worker, team.num_workers,
+        np.full(model.heads, np.float32(-np.inf)), layer.value_scale, team.worker, team.num_workers,
     )  # fmt: skip
 
 
@@ -342,13 +346,13 @@ def _as_last_tokens(
 @njit(nogil=True)
 def store_keys(
     model: Any, layer: Any, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
-    heads: Float32s, like: Floats, first: int, last: int,
+    heads: Float32s, like: Floats, kv: Floats, first: int, last: int,
 ) -> None:  # fmt: skip
     """Applies norm and RoPE to heads [tokens, q + k + v, head_dim] in place, and stores k and v if
     the model stores them, for the tokens from `first` to `last` - 1. `like` has the model's
-    dtype."""
+    dtype, and `kv` that of KV."""
     kv_shape = (layer.num_slots, model.kv_heads, model.head_dim)
-    keys, values = array_at(layer.keys, kv_shape, like), array_at(layer.values, kv_shape, like)
+    keys, values = array_at(layer.keys, kv_shape, kv), array_at(layer.values, kv_shape, kv)
     table = array_at(layer.page_table, (model.table_rows, model.table_columns), rows)
     cos_sin = array_at(layer.cos_sin, (model.max_len, model.rotary_dim), like)
     num_rotated = model.heads + model.kv_heads * model.stores_kv
@@ -383,8 +387,19 @@ def _rope_and_store(
             continue
         page = pages[token_position // model.page_size]
         slot = page * model.page_size + token_position % model.page_size
-        narrow(token_heads[model.heads : num_rotated].reshape(-1), keys[slot].reshape(-1))
-        narrow(token_heads[num_rotated:].reshape(-1), values[slot].reshape(-1))
+        token_keys = token_heads[model.heads : num_rotated].reshape(-1)
+        token_values = token_heads[num_rotated:].reshape(-1)
+        _divide(token_keys, layer.key_scale)
+        _divide(token_values, layer.value_scale)
+        narrow(token_keys, keys[slot].reshape(-1))
+        narrow(token_values, values[slot].reshape(-1))
+
+
+@njit(nogil=True, **NO_REFCOUNT)
+def _divide(x: Float32s, scale: np.float32) -> None:
+    if scale != ONE:
+        for i in range(x.shape[0]):
+            x[i] /= scale
 
 
 @njit(nogil=True, fastmath=FASTMATH, **NO_REFCOUNT)

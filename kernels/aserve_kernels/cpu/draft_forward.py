@@ -11,8 +11,8 @@ import torch
 from numba import njit, types
 from torch import Tensor
 
-from aserve_kernels.cpu.bf16 import Floats, as_array, narrow
-from aserve_kernels.cpu.decoder_forward import COLUMN, RECORDS, floats_of
+from aserve_kernels.cpu.bf16 import Floats, as_array, narrow, numba_type
+from aserve_kernels.cpu.decoder_forward import COLUMN, RECORDS
 from aserve_kernels.cpu.decoder_layers import (
     MAX_LOGITS_ROWS,
     NO_IDS,
@@ -75,7 +75,7 @@ def store_inputs(inputs: Tensor, rows: QueryRows, tables: Tables) -> None:
 
 
 def compile_draft_forward(dtype: torch.dtype) -> None:
-    table = types.Array(floats_of(dtype), 2, "C")
+    table = types.Array(numba_type(dtype), 2, "C")
     models, layers, loras = RECORDS
     compile_ahead(_chain, *[COLUMN] * 4, table, *[types.int64] * 3, models, layers, loras)
     compile_ahead(_draw, table, *[COLUMN] * 3, models, COLUMN)
@@ -114,7 +114,7 @@ def _chain(
             run_layers(
                 ids[:num], hidden[:num], rows[:num], ends[:num], starts[:num], ones[:num], NO_IDS,
                 model, layers, loras, NO_IDS, out[:num], no_streams,
-                buffers_in(wide, narrow_, num, model), team,
+                buffers_in(wide, narrow_, num, model, narrow_[:0]), team,
             )  # fmt: skip
             source = out[:num]
         draw_rows(source, rows[:num], lens[:num] + depth + 1, lens[:num], model, ids)
@@ -167,4 +167,7 @@ def _store(
     for index in range(layers.shape[0]):
         layer = layers[index]
         multiply_by(layer.qkv, inputs, flat_heads, 0, 1)
-        store_keys(model, layer, rows, lens, starts, query_lens, heads, inputs, 0, len(inputs))
+        like = inputs.reshape(-1)[:0]
+        store_keys(
+            model, layer, rows, lens, starts, query_lens, heads, inputs, like, 0, len(inputs)
+        )

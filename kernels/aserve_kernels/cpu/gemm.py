@@ -25,7 +25,7 @@ from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
-from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, widen
+from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, numba_type, widen
 from aserve_kernels.cpu.memory import array_at
 from aserve_kernels.cpu.precompile import NO_REFCOUNT, Callback, cached_njit, compile_ahead
 from aserve_kernels.cpu.product import FLOAT32_LIKE, LIKE, RECORD_LIKE, compile_product
@@ -92,7 +92,7 @@ def packed_grouped_linear(
 
 
 def compile_grouped_linear(dtype: torch.dtype) -> None:
-    floats = types.uint16 if dtype == torch.bfloat16 else types.float32
+    floats = numba_type(dtype)
     rows, biases = types.Array(floats, 2, "C"), types.Array(types.float32, 2, "C")
     bounds = types.Array(types.int32, 1, "C")
     compile_ahead(_multiply_groups, rows, rows, biases, bounds, bounds, rows)
@@ -100,7 +100,7 @@ def compile_grouped_linear(dtype: torch.dtype) -> None:
 
 def compile_packed_linear(dtype: torch.dtype, num_workers: int = 1) -> None:
     """Compiles for this dtype, and either for one worker or for several."""
-    floats = types.uint16 if dtype == torch.bfloat16 else types.float32
+    floats = numba_type(dtype)
     rows, flat = types.Array(floats, 2, "C"), types.Array(floats, 1, "C")
     product = _multiply_alone if num_workers == 1 else _multiply
     compile_ahead(product, rows, flat, types.Array(types.float32, 1, "C"), rows, types.int64)

@@ -11,7 +11,7 @@ import torch
 from numba import njit, prange, types
 from torch import Tensor
 
-from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, widen
+from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, numba_type, widen
 from aserve_kernels.cpu.host_rows import Int64s
 from aserve_kernels.cpu.paged_attention import TILE, padded_width, score, tile_len, widen_tile
 from aserve_kernels.cpu.precompile import FASTMATH, NO_REFCOUNT, cached_njit, compile_ahead
@@ -35,7 +35,7 @@ def index_scores(
 
 def compile_index_scores(dtype: torch.dtype, num_workers: int) -> None:
     """Compiles for this dtype, and either for one worker or for several."""
-    floats = types.uint16 if dtype == torch.bfloat16 else types.float32
+    floats = numba_type(dtype)
     matrix, column = types.Array(types.float32, 2, "C"), types.Array(types.int64, 1, "C")
     compile_ahead(
         _score_alone if num_workers == 1 else _score,

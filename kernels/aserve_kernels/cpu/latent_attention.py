@@ -15,7 +15,7 @@ import torch
 from numba import njit, prange, types
 from torch import Tensor
 
-from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, widen
+from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, numba_type, widen
 from aserve_kernels.cpu.host_rows import NO_WINDOW, HostRows, Int64s
 from aserve_kernels.cpu.online_softmax import fold_log2, softmax_update
 from aserve_kernels.cpu.paged_attention import (
@@ -53,9 +53,12 @@ def latent_attention(
     )  # fmt: skip
 
 
-def compile_latent_attention(dtype: torch.dtype, num_workers: int) -> None:
-    """Compiles for this dtype, and either for one worker or for several."""
-    floats = types.uint16 if dtype == torch.bfloat16 else types.float32
+def compile_latent_attention(
+    dtype: torch.dtype, num_workers: int, _kv_dtype: torch.dtype | None = None
+) -> None:
+    """Compiles for this dtype, which latents have as well, and either for one worker or for
+    several."""
+    floats = numba_type(dtype)
     heads = types.Array(floats, 3, "C")
     column = types.Array(types.int64, 1, "C")
     compile_ahead(

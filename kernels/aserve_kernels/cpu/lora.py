@@ -12,7 +12,7 @@ import torch
 from numba import njit, prange, types
 from torch import Tensor
 
-from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, widen, widened
+from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, numba_type, widen, widened
 from aserve_kernels.cpu.host_rows import Int64s
 from aserve_kernels.cpu.precompile import FASTMATH, NO_REFCOUNT, cached_njit, compile_ahead
 from aserve_kernels.lora import LoraStack
@@ -33,7 +33,7 @@ def add_lora(y: Tensor, x: Tensor, slots: Tensor, stack: LoraStack) -> None:
 
 
 def compile_lora(dtype: torch.dtype, num_threads: int) -> None:
-    floats = types.uint16 if dtype == torch.bfloat16 else types.float32
+    floats = numba_type(dtype)
     rows, slots = types.Array(floats, 2, "C"), types.Array(types.int64, 1, "C")
     a, b = types.Array(floats, 4, "C"), types.Array(floats, 3, "C")
     weights = a, b, types.Array(types.int64, 2, "C"), slots

@@ -15,7 +15,7 @@ import torch
 from numba import njit, prange, types
 from torch import Tensor
 
-from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, widen
+from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, numba_type, widen
 from aserve_kernels.cpu.exp2 import LOG2_E, power_of_two
 from aserve_kernels.cpu.host_rows import NO_WINDOW, HostRows, Int64s
 from aserve_kernels.cpu.online_softmax import fold_log2, softmax_update
@@ -45,11 +45,10 @@ def paged_attention(
     """Writes `out` for the queries of `rows`, and for no other token.
 
     q and out [tokens, heads, head_dim], keys and values [slots, kv_heads, head_dim]; all float32 or
-    all bfloat16, on the CPU, and contiguous but for q. `num_workers` threads share the work: one if
-    it was compiled for one, else any number above. The key and value scales of `scoring`, which are
-    for 8-bit pools, must be 1.
+    all bfloat16, or keys and values fp8, on the CPU, and contiguous but for q. `num_workers`
+    threads share the work: one if it was compiled for one, else any number above.
     """
-    factor, cap = fold_log2(scoring.scale, scoring.softcap)
+    factor, cap = fold_log2(scoring.scale * scoring.key_scale, scoring.softcap)
     queries = rows.queries
     attend = _attend_alone if num_workers == 1 else _attend
     attend(
@@ -60,6 +59,7 @@ def paged_attention(
         np.float32(factor),
         np.float32(cap),
         _sinks(scoring.sinks, q.shape[1]),
+        np.float32(scoring.value_scale),
         num_workers,
     )  # fmt: skip
 
@@ -90,17 +90,20 @@ def paged_attention_ref(
         attend_ref(q, keys, values, paged, scoring, out=out, takes=lambda _query_len: True)
 
 
-def compile_paged_attention(dtype: torch.dtype, num_workers: int) -> None:
-    """Compiles for this dtype, and either for one worker or for several."""
-    floats = types.uint16 if dtype == torch.bfloat16 else types.float32
-    heads = types.Array(floats, 3, "C")
+def compile_paged_attention(
+    dtype: torch.dtype, num_workers: int, kv_dtype: torch.dtype | None = None
+) -> None:
+    """Compiles for this dtype, of KV as well unless another one is given, and either for one worker
+    or for several."""
+    heads = types.Array(numba_type(dtype), 3, "C")
+    pool = types.Array(numba_type(kv_dtype or dtype), 3, "C")
     column = types.Array(types.int64, 1, "C")
     compile_ahead(
         _attend_alone if num_workers == 1 else _attend,
-        *(types.Array(types.float32, 3, "A"), heads, heads, heads),
+        *(types.Array(types.float32, 3, "A"), pool, pool, heads),
         *(types.Array(types.int64, 2, "C"), column, column, column, column),
         *(types.int64, types.int64, types.float32, types.float32),
-        *(types.Array(types.float32, 1, "C"), types.int64),
+        *(types.Array(types.float32, 1, "C"), types.float32, types.int64),
     )
 
 
@@ -109,12 +112,12 @@ def _attend(
     q: Float32s, keys: Floats, values: Floats, out: Floats,
     page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
     page_size: int, window: int, factor: np.float32, cap: np.float32, sinks: Float32s,
-    num_workers: int,
+    value_scale: np.float32, num_workers: int,
 ) -> None:  # fmt: skip
     for worker in prange(num_workers):
         attend_share(
             q, keys, values, out, page_table, rows, lens, starts, query_lens, page_size,
-            window, factor, cap, sinks, worker, num_workers,
+            window, factor, cap, sinks, value_scale, worker, num_workers,
         )  # fmt: skip
 
 
@@ -124,12 +127,12 @@ def _attend_alone(
     q: Float32s, keys: Floats, values: Floats, out: Floats,
     page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
     page_size: int, window: int, factor: np.float32, cap: np.float32, sinks: Float32s,
-    num_workers: int,
+    value_scale: np.float32, num_workers: int,
 ) -> None:  # fmt: skip
     for worker in range(num_workers):
         attend_share(
             q, keys, values, out, page_table, rows, lens, starts, query_lens, page_size,
-            window, factor, cap, sinks, worker, num_workers,
+            window, factor, cap, sinks, value_scale, worker, num_workers,
         )  # fmt: skip
 
 
@@ -140,7 +143,7 @@ def attend_share(
     q: Float32s, keys: Floats, values: Floats, out: Floats,
     page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
     page_size: int, window: int, factor: np.float32, cap: np.float32, sinks: Float32s,
-    worker: int, num_workers: int,
+    value_scale: np.float32, worker: int, num_workers: int,
 ) -> None:  # fmt: skip
     """The share of one worker: every num_workers-th unit of work. A unit is some KV heads of one
     block of a row's queries."""
@@ -172,7 +175,8 @@ def attend_share(
                     out[starts[r] + first : starts[r] + last],
                     page_table[rows[r]], page_size,
                     lens[r] - query_lens[r] + first, head, min(head + heads, num_kv_heads),
-                    window, factor, cap, sinks, vectors, softmax, tiles, scores, slots,
+                    window, factor, cap, sinks, value_scale,
+                    vectors, softmax, tiles, scores, slots,
                 )  # fmt: skip
 
 
@@ -194,7 +198,7 @@ def tile_len(width: int) -> int:
 def _attend_block(
     q: Float32s, keys: Floats, values: Floats, out: Floats, pages: Int64s, page_size: int,
     position: int, first_head: int, last_head: int,
-    window: int, factor: np.float32, cap: np.float32, sinks: Float32s,
+    window: int, factor: np.float32, cap: np.float32, sinks: Float32s, value_scale: np.float32,
     vectors: Float32s, softmax: Float32s, tiles: Float32s, scores: Float32s, slots: Int64s,
 ) -> None:  # fmt: skip
     """Attends q [queries, heads, head_dim], at positions from `position` on, for the KV heads
@@ -258,7 +262,7 @@ def _attend_block(
         excess = sinks[own_head] - softmax[query_row, 0]
         rescale = power_of_two(-max(np.float32(0), excess))
         sink = power_of_two(min(np.float32(0), excess))
-        scale = rescale / (softmax[query_row, 1] * rescale + sink)
+        scale = value_scale * rescale / (softmax[query_row, 1] * rescale + sink)
         for d in range(query_row * width, query_row * width + width):
             outputs[d] *= scale
         narrow(

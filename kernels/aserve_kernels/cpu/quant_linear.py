@@ -21,7 +21,7 @@ from numba.core.types import containers
 from torch import Tensor
 from torch.nn import functional
 
-from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, widened
+from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, numba_type, widened
 from aserve_kernels.cpu.gemm import OUTPUTS, multiply_blocks, outputs_of
 from aserve_kernels.cpu.memory import array_at
 from aserve_kernels.cpu.precompile import NO_REFCOUNT, Callback, cached_njit, compile_ahead
@@ -117,7 +117,7 @@ def quant_linear_ref(x: Tensor, weight: QuantWeight) -> Tensor:
 
 def compile_quant_linear(dtype: torch.dtype, num_workers: int = 1, *, bits: int) -> None:
     """Compiles for this dtype, and either for one worker or for several."""
-    floats = types.uint16 if dtype == torch.bfloat16 else types.float32
+    floats = numba_type(dtype)
     rows, flat = types.Array(floats, 2, "C"), types.Array(types.float32, 1, "C")
     codes = types.Array(types.int8 if bits == 8 else types.int32, 1, "C")
     product = _multiply_alone if num_workers == 1 else _multiply

@@ -12,7 +12,7 @@ import torch
 from numba import types
 from torch import Tensor
 
-from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, widen
+from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, numba_type, widen
 from aserve_kernels.cpu.precompile import FASTMATH, cached_njit, compile_ahead
 
 
@@ -27,7 +27,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def compile_rms_norm(dtype: torch.dtype) -> None:
     """Compiles the kernels of this dtype."""
-    rows = types.Array(types.uint16 if dtype == torch.bfloat16 else types.float32, 2, "C")
+    rows = types.Array(numba_type(dtype), 2, "C")
     compile_ahead(_norm, rows, types.Array(types.float32, 1, "C"), types.float64, rows)
 
 

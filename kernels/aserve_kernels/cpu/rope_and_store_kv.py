@@ -18,7 +18,7 @@ import torch
 from numba import njit, types
 from torch import Tensor
 
-from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, rounded, widen
+from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, numba_type, rounded, widen
 from aserve_kernels.cpu.precompile import FASTMATH, cached_njit, compile_ahead
 
 NO_NORM = np.empty((0, 0), np.float32)
@@ -58,7 +58,7 @@ def rope_and_store_kv(
 
 
 def compile_rope_and_store_kv(dtype: torch.dtype) -> None:
-    floats = types.uint16 if dtype == torch.bfloat16 else types.float32
+    floats = numba_type(dtype)
     compile_ahead(
         _rope_and_store,
         *(types.Array(floats, 2, "A"), types.Array(types.int64, 1, "C")),

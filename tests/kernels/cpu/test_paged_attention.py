@@ -29,6 +29,22 @@ def test_heads_of_every_width_equal_the_reference(
     make(ROWS, head_dim=head_dim, dtype=dtype).assert_equals_reference(attend, Scoring(0.3, 90))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [24, 32])
+def test_keys_and_values_of_fp8_count_times_their_scales(head_dim: int, dtype: torch.dtype) -> None:
+    fp8 = torch.float8_e4m3fn
+    op.compile_paged_attention(dtype, 1, fp8)
+    case, attend = make(ROWS, head_dim=head_dim, dtype=dtype), partial(op.paged_attention)
+    stored = dataclasses.replace(case, keys=case.keys.to(fp8), values=case.values.to(fp8))
+    got = stored.attended(partial(attend, num_workers=1), Scoring(0.2, 90, None, 1.5, 0.5))
+    exact = dataclasses.replace(
+        case, keys=stored.keys.to(dtype) * 1.5, values=stored.values.to(dtype) * 0.5
+    )
+    op.compile_paged_attention(dtype, 1)
+    expected = exact.attended(partial(attend, num_workers=1), Scoring(0.2, 90))
+    torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-3)
+
+
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_sinks_join_the_softmax(num_workers: int) -> None:
     """A sink below all scores, sinks among them, and one so far above that nothing else is left."""

@@ -180,11 +180,13 @@ def _rows_of(plan: StepPlan) -> StepRows:
 
 
 def make_compiled_forward(model: CausalModel, state: DeviceState) -> CompiledForward | None:
-    if not isinstance(model, Decoder | StagedDecoder) or state.pools.dtype != model.dtype:
+    if not isinstance(model, Decoder | StagedDecoder):
+        return None
+    if state.pools.dtype not in (model.dtype, torch.float8_e4m3fn):
         return None
     if not are_layers_covered(model, masks=(Mask.CAUSAL,)):
         return None
     num_workers = team_size(num_workers_of(model))
     for num in {1, num_workers}:
-        compile_decoder_forward(model.dtype, num)
+        compile_decoder_forward(model.dtype, num, state.pools.dtype)
     return CompiledForward(model, state, num_workers=num_workers)

@@ -95,9 +95,24 @@ def compile_kernels_of(dtype: torch.dtype) -> None:
     """Compiles the kernels for a model of this dtype. A failure is only logged, because each kernel
     is compiled by its first user, too.
     """
+    _try_compile(kernels_of(dtype, read_isa(), num_threads=torch.get_num_threads()))
+
+
+def compile_kernels_for_fp8(dtype: torch.dtype) -> None:
+    """Does the same for what a model of this dtype runs beside KV of fp8, which no build ahead of
+    time has."""
+    num_threads = min(torch.get_num_threads(), 2)
+    variants = _variants(["paged_attention_fp8"], dtype, num_threads=num_threads)
+    if has_tiles(dtype, read_isa()):
+        num = num_threads if dtype == torch.bfloat16 else 1
+        for each in {1, num}:
+            variants += _variants(["decoder_forward_fp8"], dtype, num_threads=each)
+    _try_compile(variants)
+
+
+def _try_compile(variants: list[KernelVariant]) -> None:
     from aserve_kernels.cpu.build import KernelBuildError
 
-    variants = kernels_of(dtype, read_isa(), num_threads=torch.get_num_threads())
     try:
         _compile(variants)
     except (KernelBuildError, OSError) as error:

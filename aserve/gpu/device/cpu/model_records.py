@@ -158,7 +158,8 @@ class ModelRecords:
             "ranks": 0 if ranks is None else ranks.address,
         }
         record = _record(np.zeros(1, MODEL), values)
-        self.tables = Tables(record, layers, model.dtype, NO_LORAS, NO_LAYERS)
+        kv_dtype = state.pools.dtype
+        self.tables = Tables(record, layers, model.dtype, kv_dtype, NO_LORAS, NO_LAYERS)
 
     def _model(self, model: LayerStack) -> Values:
         whole = whole_of(model)
@@ -214,7 +215,8 @@ class ModelRecords:
         assert isinstance(mlp, GatedMlp)
         layer, pools = attention.layer, self._state.pools
         kv = pools.layers[layer.index]
-        factor, cap = fold_log2(layer.scale, layer.softcap)
+        key_scale, value_scale = kv.scales
+        factor, cap = fold_log2(layer.scale * key_scale, layer.softcap)
         head_norms, after = attention.head_norms, block.before_next
         return {
             "qkv": self._product(attention.qkv),
@@ -235,6 +237,8 @@ class ModelRecords:
             "window": NO_WINDOW if layer.window is None else layer.window,
             "factor": factor,
             "cap": cap,
+            "key_scale": key_scale,
+            "value_scale": value_scale,
             "head_eps": 0.0 if head_norms is None else head_norms.eps,
         }
 

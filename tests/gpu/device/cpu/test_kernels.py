@@ -74,7 +74,8 @@ def test_an_engine_compiles_no_kernel_that_the_list_has_not(
 def test_the_kernels_of_a_machine_are_those_of_its_instructions_and_all_that_models_run() -> None:
     every, on_avx2 = all_kernels(AVX512), all_kernels(AVX2)
     assert len(every) == len(set(every))
-    assert {variant.kernel for variant in every} == set(build.COMPILERS)
+    by_option = {"decoder_forward_fp8", "paged_attention_fp8"}  # compiled when KV is to be fp8
+    assert {variant.kernel for variant in every} == set(build.COMPILERS) - by_option
     for dtype in (torch.float32, torch.bfloat16):
         for num_threads in (1, 2, 8):
             assert set(kernels_of(dtype, AVX512, num_threads=num_threads)) <= set(every)
