@@ -152,11 +152,16 @@ def children_of(pid: int, *, module: str) -> list[int]:
     """The children of a process that run `python -m module`, in the order of their start."""
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            with contextlib.suppress(FileNotFoundError):
-                if module.encode() in Path(f"/proc/{child}/cmdline").read_bytes():
-                    found.append(child)
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+            children = (task / "children").read_text().split()
+            found += [child for child in map(int, children) if _runs(child, module)]
     return sorted(found)
+
+
+def _runs(pid: int, module: str) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def resident_bytes(pid: int) -> int:

@@ -22,7 +22,6 @@ from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.layers.linear import Prepare
 from aserve.gpu.models.base import CausalModel, HiddenCapture
-from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.sampling.params import RowTables
 from aserve.gpu.step.forward_batch import ForwardBatch, ForwardOverrides
 from aserve.gpu.step.future_map import FutureMap
@@ -150,8 +149,7 @@ def test_kv_of_fp8_is_stored_and_read_in_one_call(reference_of: ReferenceOf) -> 
     for own in (here, plain):
         for index, kv in own.pools.layers.items():
             own.pools.layers[index] = replace(kv, scales=(0.5, 0.25))
-    assert isinstance(here.model, Decoder)
-    fused_step = CompiledForward(here.model, here.state)
+    fused_step = here.compiled()
     for query_lens, lens in (([1, 1, 1], [0, 30, 70]), ([19, 1, 3, 33], [0, 41, 25, 30])):
         batch = ForwardBatch.init_new(device_batch(query_lens, lens), here.pools)
         assert distance(fused_step.run(batch), plain.plain(batch)) < 0.02
