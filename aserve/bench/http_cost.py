@@ -80,8 +80,8 @@ class HttpCost:
     @contextlib.asynccontextmanager
     async def _polling(self, address: str) -> AsyncIterator[None]:
         """NOTE: another process polls, because the server would delay a thread of this one."""
-        arguments = ("-m", "aserve.bench.http_cost", address)
-        process = await create_subprocess_exec(sys.executable, *arguments, stdin=PIPE, stdout=PIPE)
+        command = (sys.executable, "-m", "aserve.bench.http_cost", address)
+        process = await create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
         try:
             yield
         finally:
