@@ -119,6 +119,7 @@ def test_sums_in_the_kernel_and_in_torch_may_follow_each_other(tmp_path: Path) -
 
     def run(rank: int) -> set[float]:
         found = set()
+        ranks[rank].begin()  # tells the kernel for how long it waits
         for number in range(300):
             values = np.full(300, number * (rank + 1), np.float32)
             rank_sum.sum_over_ranks(ranks[rank].address, values, Team(0, 1, new_meeting()))
