@@ -1,4 +1,4 @@
-"""Measures how long decode steps take with no, half and all drafts, when an engine starts.
+"""Measures how long decode steps take with and without drafts, when an engine starts.
 
 A scheduler of its own runs rows on the executor, which nobody else uses yet. So a time has
 everything that a step costs: the device, the scheduler, and the way between them. Per number of
@@ -49,8 +49,7 @@ async def warm_up(executor: WarmExecutor) -> list[StepTimes]:
 async def measure_steps(executor: Executor) -> StepTimes:
     caps, spec = executor.spec.decode, executor.spec
     most = caps.max_tokens_per_step - caps.root_len
-    lengths = sorted({(most + 1) // 2, most})
-    kinds = (SKIPPED, (0, 0), *[(rows, num) for num in lengths for rows in (1, spec.max_rows)])
+    kinds = (SKIPPED, (0, 0), (1, most), (spec.max_rows, most))
     found: dict[Kind, list[float]] = {kind: [] for kind in kinds}
     counts = [count for count in NUM_ROWS if count <= _most_rows(spec)] or [1]
     start_s = time.perf_counter()
@@ -61,11 +60,8 @@ async def measure_steps(executor: Executor) -> StepTimes:
             show(number + 1, len(counts))
             if time.perf_counter() - start_s > LONGEST_S:
                 break
-    times = {kind: tuple(values) for kind, values in found.items()}
-    windows = {num: times[spec.max_rows, num] for num in lengths}
-    firsts = {num: times[1, num] for num in lengths}
-    plain = times[SKIPPED]
-    return StepTimes(tuple(counts[: len(plain)]), plain, {0: times[0, 0]} | windows, firsts)
+    plain, followed, first, whole = (tuple(found[kind]) for kind in kinds)
+    return StepTimes(tuple(counts[: len(plain)]), plain, {0: followed, most: whole}, {most: first})
 
 
 def _most_rows(spec: EngineSpec) -> int:
