@@ -12,10 +12,11 @@ and then it is small beside their products.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.kv.store import Scales, byte_view, from_kv_dtype
 from aserve_kernels.cpu.chunk_attention import chunk_attention, compile_chunk_attention
 from aserve_kernels.cpu.gemm import OUTPUTS
-from aserve_kernels.cpu.host_rows import HostRows
+from aserve_kernels.cpu.host_rows import HostRows, QueryRows
 from aserve_kernels.paged_rows import Scoring
 
 TILE = 2048  # keys
@@ -44,6 +45,23 @@ def sdpa_tiles(
         kv = _RowKv((keys, values), scales, pages, rows.page_size, q.dtype)
         part = slice(int(start), int(start + query_len))
         out[part] = _attend_row(q[part], kv, int(kv_len), scale=scoring.scale)
+
+
+def widened_chunks(
+    q: Tensor, keys: Tensor, values: Tensor, rows: HostRows, scoring: Scoring, *,
+    out: Tensor, num_workers: int,
+) -> None:  # fmt: skip
+    """The contract of `paged_attention`, for KV of fp8: `chunk_attention` of a copy of each row."""
+    own, scales = rows.queries, (scoring.key_scale, scoring.value_scale)
+    exact = replace(scoring, key_scale=1.0, value_scale=1.0)
+    table, first = np.zeros((1, 1), np.int64), np.zeros(1, np.int64)  # the copy is one page
+    for index, row in enumerate(own.rows):
+        pages, kv_len = torch.from_numpy(rows.page_table[row]), int(own.lens[index])
+        copies = _RowKv((keys, values), scales, pages, rows.page_size, q.dtype).read(0, kv_len)
+        part = slice(index, index + 1)
+        queries = QueryRows(first, own.lens[part], own.starts[part], own.query_lens[part])
+        alone = HostRows(table, kv_len, queries)
+        chunk_attention(q, *copies, alone, exact, out=out, num_workers=num_workers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +133,8 @@ class ChunkedPrefill:
     has_windows_and_caps: bool  # supports windows and soft caps
 
 
-def choose_chunked_prefill(pools: KvPools, num_workers: int) -> ChunkedPrefill:
-    """Returns the fastest prefill kernel of this processor and KV dtype.
+def choose_chunked_prefill(pools: KvPools, dtype: torch.dtype, num_workers: int) -> ChunkedPrefill:
+    """Returns the fastest prefill kernel of this processor, and of the dtypes of queries and KV.
 
     PERF: without matrix instructions, torch's fused kernel converts bfloat16 to float32 before it
     multiplies; `chunk_attention` uses the processor's bfloat16 dot products. CPU time of one thread
@@ -124,10 +142,14 @@ def choose_chunked_prefill(pools: KvPools, num_workers: int) -> ChunkedPrefill:
     `chunk_attention`: 64 queries behind 4,000 keys 32 / 27 / 8 ms, 2,048 behind 6,144 1,918 / 1,295
     / 395; in float32 46 / 36 and 2,534 / 1,394; 64 without a prefix 0.8 / 0.5 / 0.2.
     """
-    has_dots = pools.dtype == torch.bfloat16 and read_isa().bf16_products == AVX512_BF16
-    if has_dots and all(kv.keys.shape[2] % OUTPUTS == 0 for kv in pools.layers.values()):
+    has_dots = dtype == torch.bfloat16 and read_isa().bf16_products == AVX512_BF16
+    if not has_dots or any(kv.keys.shape[2] % OUTPUTS for kv in pools.layers.values()):
+        return SDPA_TILES
+    if pools.dtype == dtype:
         return compiled_chunks(num_workers)
-    return SDPA_TILES
+    compile_chunk_attention(num_workers)
+    attend = partial(widened_chunks, num_workers=num_workers)
+    return ChunkedPrefill(attend, min_queries=16, min_keys=16, has_windows_and_caps=True)
 
 
 def compiled_chunks(num_workers: int) -> ChunkedPrefill:

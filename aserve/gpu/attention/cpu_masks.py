@@ -120,7 +120,7 @@ def _build(site: AttentionSite) -> AttentionBackend:
     """With --deterministic all rows use one kernel, because the two round differently."""
     prefill, has_latents = None, has_only_latents(site)
     if not site.is_deterministic and not has_latents:
-        prefill = choose_chunked_prefill(site.pools, torch.get_num_threads())
+        prefill = choose_chunked_prefill(site.pools, site.dtype, torch.get_num_threads())
     if has_latents and site.pools.dtype != site.dtype:
         raise AttentionUnavailable(f"has no latents of {kv_dtype_name(site.pools.dtype)}")
     if site.pools.dtype == torch.float8_e4m3fn:

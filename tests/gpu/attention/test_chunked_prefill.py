@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 
-from aserve.gpu.attention.chunked_prefill import TILE, sdpa_tiles
+from aserve.gpu.attention.chunked_prefill import TILE, AttendRows, sdpa_tiles, widened_chunks
+from aserve_kernels.cpu.chunk_attention import chunk_attention, compile_chunk_attention
 from aserve_kernels.paged_rows import Scoring
 from tests.kernels.cpu.rows_case import make
 
@@ -32,3 +36,16 @@ def test_every_token_sees_itself_and_what_came_before(
     chunks = ((2, 2), (query_len, query_len + num_before), (1, 1))
     case = make(chunks, heads, 16, dtype).alone(1)
     case.assert_equals_reference(sdpa_tiles, Scoring(0.4))
+
+
+@pytest.mark.parametrize("attend", [sdpa_tiles, partial(widened_chunks, num_workers=1)])
+def test_kv_of_fp8_counts_times_its_scales(attend: AttendRows) -> None:
+    compile_chunk_attention(1)
+    case = make(((40, 40), (20, 130)), (6, 2), 32)
+    stored = replace(
+        case, keys=case.keys.to(torch.float8_e4m3fn), values=case.values.to(torch.float8_e4m3fn)
+    )
+    got = stored.attended(attend, Scoring(0.2, key_scale=1.5, value_scale=0.5))
+    exact = replace(case, keys=stored.keys.bfloat16() * 1.5, values=stored.values.bfloat16() * 0.5)
+    expected = exact.attended(partial(chunk_attention, num_workers=1), Scoring(0.2))
+    torch.testing.assert_close(got, expected, rtol=2e-2, atol=1e-2)

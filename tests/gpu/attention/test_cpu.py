@@ -102,7 +102,7 @@ def test_rows_with_many_queries_use_dot_products_where_the_processor_has_them() 
     pairs = read_isa().bf16_products == AVX512_BF16
     for head_dim, dtype in ((32, torch.float32), (40, torch.bfloat16), (32, torch.bfloat16)):
         pools = Layout(layer(head_dim=head_dim), dtype=dtype).pools(1)
-        is_fused = choose_chunked_prefill(pools, 1) is SDPA_TILES
+        is_fused = choose_chunked_prefill(pools, pools.dtype, 1) is SDPA_TILES
         assert is_fused == (not pairs or dtype == torch.float32 or head_dim == 40)
 
 
@@ -110,7 +110,7 @@ def test_rows_with_many_queries_use_dot_products_where_the_processor_has_them() 
 def test_no_shape_compiles_anything_after_the_start(dtype: torch.dtype) -> None:
     layout = Layout(layer(head_dim=32), dtype=dtype)
     pools = layout.pools(3)
-    backend = PagedCpu(pools, choose_chunked_prefill(pools, torch.get_num_threads()))
+    backend = PagedCpu(pools, choose_chunked_prefill(pools, pools.dtype, torch.get_num_threads()))
     ops = (paged_attention, chunk_attention)
     kernels = [kernel for op in ops for kernel in (op._attend, op._attend_alone)]
     before = [list(kernel.signatures) for kernel in kernels]
