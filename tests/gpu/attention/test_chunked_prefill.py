@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 import torch
 
-from aserve.gpu.attention.chunked_prefill import TILE, AttendRows, sdpa_tiles, widened_chunks
+from aserve.gpu.attention.chunked_prefill import TILE, sdpa_tiles, widened_chunks
 from aserve_kernels.cpu.chunk_attention import chunk_attention, compile_chunk_attention
 from aserve_kernels.paged_rows import Scoring
-from tests.kernels.cpu.rows_case import make
+from tests.kernels.cpu.rows_case import Attend, make
 
 CHUNKS = {
     "a fresh prompt": (40, 0),
@@ -39,7 +39,7 @@ def test_every_token_sees_itself_and_what_came_before(
 
 
 @pytest.mark.parametrize("attend", [sdpa_tiles, partial(widened_chunks, num_workers=1)])
-def test_kv_of_fp8_counts_times_its_scales(attend: AttendRows) -> None:
+def test_kv_of_fp8_counts_times_its_scales(attend: Attend) -> None:
     compile_chunk_attention(1)
     case = make(((40, 40), (20, 130)), (6, 2), 32)
     stored = replace(
