@@ -132,8 +132,8 @@ class KvLayer(Record, frozen=True):
 
 
 class KvLayout(Record, frozen=True):
-    """What a transfer reads and writes: the layers in their order. Of each layer come keys
-    [tokens, bytes of a slot], and then values unless it has latents.
+    """Describes what a transfer reads and writes: the layers in their order. Of each layer come
+    keys [tokens, bytes of a slot], and then values unless it has latents.
     """
 
     dtypes: tuple[str, ...]  # of the model's KV, and of a drafter's

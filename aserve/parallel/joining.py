@@ -1,4 +1,4 @@
-"""How another machine joins an engine: a TCP connection to rank 0, and the messages on it.
+"""Joins another machine to an engine: by a TCP connection to rank 0, with these messages on it.
 
 Both ends first show that they know the same key, without sending it. What follows is not encrypted.
 A rank host, the process that starts ranks on another machine, has one such connection, and each of

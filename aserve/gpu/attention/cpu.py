@@ -25,12 +25,6 @@ from aserve_kernels.cpu.latent_attention import compile_latent_attention, latent
 from aserve_kernels.cpu.paged_attention import compile_paged_attention, paged_attention
 from aserve_kernels.paged_rows import Scoring
 
-# By whether layers have latents.
-KERNELS = (
-    (compile_paged_attention, paged_attention),
-    (compile_latent_attention, latent_attention),
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -77,8 +71,12 @@ class PagedCpu:
         self._prefill = prefill
         self._tables = tuple(table.numpy() for table in pools.page_tables)
         num_workers = torch.get_num_threads()
-        compile_kernel, attend = KERNELS[has_latents]
-        compile_kernel(dtype or pools.dtype, num_workers, pools.dtype)
+        if has_latents:
+            compile_latent_attention(pools.dtype, num_workers)
+            attend = latent_attention
+        else:
+            compile_paged_attention(dtype or pools.dtype, num_workers, pools.dtype)
+            attend = paged_attention
         self._attend = partial(attend, num_workers=num_workers)
 
     def plan(self, batch: ForwardBatch) -> object:

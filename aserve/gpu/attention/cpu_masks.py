@@ -33,7 +33,7 @@ from aserve.gpu.attention.slots import Chosen, SparseOps
 from aserve.gpu.device.cpu.kernels import compile_kernels_for_fp8
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec, Mask
 from aserve.gpu.kv.pools import KvPools, LayerKv
-from aserve.gpu.kv.store import kv_dtype_name
+from aserve.gpu.kv.store import FP8, kv_dtype_name
 from aserve.gpu.models.base import Attend
 from aserve.gpu.models.indexer import IndexInputs
 from aserve.gpu.step.forward_batch import ForwardBatch
@@ -123,7 +123,7 @@ def _build(site: AttentionSite) -> AttentionBackend:
         prefill = choose_chunked_prefill(site.pools, site.dtype, torch.get_num_threads())
     if has_latents and site.pools.dtype != site.dtype:
         raise AttentionUnavailable(f"has no latents of {kv_dtype_name(site.pools.dtype)}")
-    if site.pools.dtype == torch.float8_e4m3fn:
+    if site.pools.dtype == FP8:
         compile_kernels_for_fp8(site.dtype)
     causal = PagedCpu(site.pools, prefill, has_latents=has_latents, dtype=site.dtype)
     unmasked = [layer for layer in site.layers if layer.mask is Mask.NONE]
@@ -159,7 +159,7 @@ KIND = AttentionKind(
     Capabilities(
         devices=frozenset({"cpu"}),
         dtypes=frozenset({torch.float32, torch.bfloat16}),
-        kv_dtypes=frozenset({torch.float8_e4m3fn}),
+        kv_dtypes=frozenset({FP8}),
         masks=frozenset({Mask.CAUSAL, Mask.NONE}),
         latents=True,
         sinks=True,

@@ -15,11 +15,12 @@ from torch import Tensor
 from aserve.gpu.layers.rope import RopeInputs, apply_rope
 
 Scales = tuple[float, float]  # of keys and of values
+FP8 = torch.float8_e4m3fn
 KV_DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
-    "fp8": torch.float8_e4m3fn,
+    "fp8": FP8,
 }
 
 

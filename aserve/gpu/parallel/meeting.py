@@ -1,4 +1,4 @@
-"""How ranks find each other: by files on one machine, and by a store that rank 0 serves on several.
+"""Lets ranks find each other: by files on one machine, by a store that rank 0 serves on several.
 
 Both are stores of torch.distributed. That of several machines is a TCPStore, on the address at
 which the machines join the engine; each group has a prefix of its own in it.

@@ -53,11 +53,8 @@ def latent_attention(
     )  # fmt: skip
 
 
-def compile_latent_attention(
-    dtype: torch.dtype, num_workers: int, _kv_dtype: torch.dtype | None = None
-) -> None:
-    """Compiles for this dtype, which latents have as well, and either for one worker or for
-    several."""
+def compile_latent_attention(dtype: torch.dtype, num_workers: int) -> None:
+    """Compiles for this dtype, and either for one worker or for several."""
     floats = numba_type(dtype)
     heads = types.Array(floats, 3, "C")
     column = types.Array(types.int64, 1, "C")

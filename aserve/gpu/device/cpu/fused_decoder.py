@@ -29,6 +29,7 @@ from aserve.gpu.device.cpu.model_records import (
 from aserve.gpu.device.cpu.team_choice import TeamChoice
 from aserve.gpu.device.fused_step import FusedWindows
 from aserve.gpu.kv.layer_groups import Mask
+from aserve.gpu.kv.store import FP8
 from aserve.gpu.models.base import CausalModel, HiddenCapture
 from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.parallel.stages import StagedDecoder
@@ -182,7 +183,7 @@ def _rows_of(plan: StepPlan) -> StepRows:
 def make_compiled_forward(model: CausalModel, state: DeviceState) -> CompiledForward | None:
     if not isinstance(model, Decoder | StagedDecoder):
         return None
-    if state.pools.dtype not in (model.dtype, torch.float8_e4m3fn):
+    if state.pools.dtype not in (model.dtype, FP8):
         return None
     if not are_layers_covered(model, masks=(Mask.CAUSAL,)):
         return None
