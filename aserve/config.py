@@ -459,7 +459,7 @@ class MachineOptions:
     tensor_parallel_size: int = option(
         1,
         "ranks among which the heads and inner elements of each layer are divided: processes on "
-        "the CPU",
+        "the CPU, or with a GPU each",
         Limits(low=1, high=64, aliases=("tp-size", "tp")),
     )
     pipeline_parallel_size: int = option(
@@ -473,6 +473,10 @@ class MachineOptions:
         "data-parallel attention: --data-parallel-size ranks in one engine, in place of as many "
         "servers. Each has rows, pages and a prefix cache of its own and whole attention layers; "
         "MLPs and experts are divided among them",
+    )
+    disable_custom_all_reduce: bool = option(
+        False,
+        "ranks on GPUs sum by NCCL alone, and not through each other's memory, where they can",
     )
 
 

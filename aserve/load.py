@@ -29,6 +29,7 @@ from aserve.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from aserve.gpu.build import BuildOptions
+    from aserve.gpu.device.base import Device
     from aserve.gpu.diffusion.registry import Denoising
     from aserve.gpu.executor import TorchExecutor
     from aserve.gpu.hisparse.config import HiSparseConfig
@@ -135,27 +136,72 @@ def load_rank(
 ) -> TorchExecutor:
     """Loads the executor of one rank, or of the only one."""
     on_stage("kernels", 0, 0)  # torch is imported, and the CPU's kernels are compiled, if need be
-    from aserve.gpu.build import build_executor
-    from aserve.gpu.parallel.collectives import collectives_of
+    from aserve.gpu.build import build_on
+    from aserve.gpu.device.registry import devices_of, open_device
 
     with _progress_of("weights", "loading weights", on_stage) as on_progress:
         options = build_options(resolved, model_dir)
         place = meet()
-        own, ranks = place.in_stage, collectives_of(place.in_stage, patience)
-        options = dataclasses.replace(
-            options,
-            ranks=ranks,
-            pipeline=_pipeline(place, patience),
-            data_parallel=place.has_own_rows,
-            num_processes=place.num_on_node,
-        )
-        options = dataclasses.replace(options, experts=_expert_ranks(resolved, own, options))
-        executor = build_executor(options, on_progress=on_progress)
-    if resolved.graphs.cuda_graph_capture == "eager":
+        devices = devices_of(place.local_rank, place.num_on_node)
+        device = open_device(options.device, devices)
+        if place.num_processes > 1:
+            options = _among_ranks(resolved, options, device, place=place, patience=patience)
+        executor = build_on(device, options, on_progress=on_progress)
+    # Ranks are not idle at the same time, and capture together.
+    is_joint = place.num_processes > 1 and device.graph_rows > 0
+    if is_joint or resolved.graphs.cuda_graph_capture == "eager":
         with _progress_of("graphs", "capturing graphs", on_stage) as on_progress:
             executor.capture_graphs(on_progress)
     on_stage("warm-up", 0, 0)
     return executor
+
+
+def _among_ranks(
+    resolved: Resolved,
+    options: BuildOptions,
+    device: Device,
+    *,
+    place: Coordinates,
+    patience: Patience,
+) -> BuildOptions:
+    """Meets the other ranks, and returns the options of this one."""
+    from aserve.gpu.device.ranks import JoinOptions, join_ranks, rank_backend
+
+    backend = rank_backend(device)
+    if not backend.has_host_tensors:
+        _refuse_host_exchange(resolved)
+    own = place.in_stage
+    uses_peers = not resolved.machine.disable_custom_all_reduce
+    join = JoinOptions(resolved.machine.deterministic, uses_peers)
+    options = dataclasses.replace(
+        options,
+        ranks=join_ranks(device, own, patience, join),
+        pipeline=_pipeline(place, patience),
+        data_parallel=place.has_own_rows,
+        num_processes=place.num_on_node,
+        shares_memory=backend.shares_memory,
+    )
+    return dataclasses.replace(options, experts=_expert_ranks(resolved, own, options))
+
+
+def _refuse_host_exchange(resolved: Resolved) -> None:
+    """Raises ConfigError for what goes through sockets and gloo, from the host's memory."""
+    from aserve.gpu.parallel.experts import EXCHANGING
+
+    all_to_all = resolved.experts.all2all_backend
+    is_divided = resolved.expert_parallel_size > 1
+    asked = {
+        "--pipeline-parallel-size": resolved.machine.pipeline_parallel_size > 1,
+        f"--all2all-backend {all_to_all}": is_divided and all_to_all in EXCHANGING,
+        "--enable-eplb": resolved.experts.enable_eplb,
+    }
+    if flags := [flag for flag, is_asked in asked.items() if is_asked]:
+        raise ConfigError(
+            f"{' and '.join(flags)}: this travels from the memory of the CPU, so it is not for "
+            "ranks on GPUs; use --tensor-parallel-size, --expert-parallel-size with the default "
+            "--all2all-backend, or --enable-dp-attention there, or give --device cpu",
+            param="device",
+        )
 
 
 @contextlib.contextmanager

@@ -108,6 +108,7 @@ class BuildOptions:
     experts: ExpertRanks | None = None  # divides the experts whole; None: like other layers
     pipeline: Pipeline = UNDIVIDED
     num_processes: int = 1  # ranks that share this machine
+    shares_memory: bool = True  # these ranks also share the device's memory
 
 
 def build_executor(
@@ -296,13 +297,17 @@ def assemble(
         run_largest = functools.partial(_run_largest, parts)
         budget_bytes = device.kv_bytes(run_largest, share=options.memory_share)
         # All ranks have the same pages, and some share the memory of a machine.
-        budget_bytes = options.ranks.least(budget_bytes // options.num_processes)
+        num_sharing = options.num_processes if options.shares_memory else 1
+        budget_bytes = options.ranks.least(budget_bytes // num_sharing)
     what = "the KV does not fit beside the model; lower --num-pages or --gpu-memory-utilization"
     with device.stream(), names_the_option(what):
         made = _make(parts, num_pages=num_pages, budget_bytes=budget_bytes)
         attention = made.attention.backend
         graphs = StepGraphs(
-            GraphParts(made.runner, device, attention, made.spec, _shapes(parts, made))
+            GraphParts(
+                *(made.runner, device, attention, made.spec, _shapes(parts, made)),
+                ranks=options.ranks,
+            )
         )
     made.attention.warn()
     pools = made.runner.state.pools
@@ -397,8 +402,12 @@ def _shapes(parts: _Parts, made: _Made) -> ShapeTable:
     device, graph_rows = parts.device, parts.options.graph_rows
     caps = made.spec.decode
     by_shape = parts.ops.sample_ops.filters_by_shape
+    # NOTE: how many tokens the others have is known to data-parallel ranks on the host alone.
     can_capture = bool(
-        device.graph_rows and parts.mode.graph_widths and made.attention.capabilities.can_capture
+        device.graph_rows
+        and not parts.options.data_parallel
+        and parts.mode.graph_widths
+        and made.attention.capabilities.can_capture
     )
     max_rows = min(device.graph_rows if graph_rows is None else graph_rows, made.spec.max_rows)
     widths = sorted({1, *parts.mode.graph_widths})

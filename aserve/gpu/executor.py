@@ -170,9 +170,9 @@ class TorchExecutor:
 
     def _next(self) -> Job | None:
         """Returns the next job. Graphs are captured while there is none, so a new job waits for at
-        most one capture.
+        most one capture; ranks capture together, before the next job.
         """
-        while self._graphs.has_pending and self._threads.jobs.empty():
+        while self._graphs.is_due(is_idle=self._threads.jobs.empty()):
             self._graphs.capture_next()
         return self._threads.jobs.get()
 

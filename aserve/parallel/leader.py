@@ -7,6 +7,7 @@ has ended, or that a collective waits for in vain, is the death of this executor
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import socket
@@ -126,6 +127,7 @@ class ParallelExecutor:
         if self.spec.dp_size > 1:
             self._rows = RowsOfRanks(self.ranks, loop)
         self._own.died.add_done_callback(self._own_died)
+        self.patience.lost.add_done_callback(self._note_lost)
         for rank in self.ranks:
             loop.add_reader(rank.socket, functools.partial(self._read, rank))
         for host in self.hosts.members.values():
@@ -216,6 +218,7 @@ class ParallelExecutor:
         if is_lost:
             for rank in self.ranks:
                 rank.process.kill()
+                rank.close()
         self.hosts.end(is_over=not is_lost)
         self._own.close()
         for rank in self.ranks:
@@ -267,6 +270,11 @@ class ParallelExecutor:
     def _own_died(self, died: asyncio.Future[BaseException]) -> None:
         if not died.cancelled():
             self._die(died.result())
+
+    def _note_lost(self, lost: Future[str]) -> None:
+        """Any thread may call it. NOTE: a thread that waits for the device may never come back."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._die, EngineDead(lost.result()))
 
     def _die(self, reason: BaseException) -> None:
         if not self.died.done():

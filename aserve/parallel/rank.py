@@ -122,12 +122,14 @@ class Follower:
         self._ended = asyncio.Event()
         self._code = 0
         self._tasks: asyncio.TaskGroup
+        self._loop: asyncio.AbstractEventLoop
 
     async def run(self) -> int:
         """Returns the exit code once the socket has closed or the executor has died."""
-        loop = asyncio.get_running_loop()
+        loop = self._loop = asyncio.get_running_loop()
         self._executor.start(loop)
         self._executor.died.add_done_callback(self._on_death)
+        self._patience.lost.add_done_callback(self._note_lost)
         self._socket.setblocking(False)
         loop.add_reader(self._socket, self._read)
         async with asyncio.TaskGroup() as self._tasks:
@@ -223,15 +225,21 @@ class Follower:
             if self._has_own_rows:
                 await self._answer(outcome)
             elif isinstance(outcome, StepFailed) and not self._samples:
-                logger.error("the rank ends: step %d: %s", outcome.iteration, outcome.error.message)
-                self._code = 1
-                self._ended.set()
+                self._end(f"step {outcome.iteration}: {outcome.error.message}")
+
+    def _note_lost(self, lost: Future[str]) -> None:
+        """Any thread may call it."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._end, lost.result())
+
+    def _end(self, reason: str) -> None:
+        logger.error("the rank ends: %s", reason)
+        self._code = 1
+        self._ended.set()
 
     def _on_death(self, died: asyncio.Future[BaseException]) -> None:
         if not died.cancelled():
-            logger.error("the rank ends: %s", died.result())
-            self._code = 1
-            self._ended.set()
+            self._end(str(died.result()))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ one machine, and TCP between machines.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
 from typing import TypeAlias
 
 import msgspec
@@ -78,6 +80,11 @@ class Coordinates(msgspec.Struct, frozen=True):
         """The ranks that share the machine of this one."""
         return sum(self.shares_node(other) for other in range(self.num_processes))
 
+    @property
+    def local_rank(self) -> int:
+        """The number of this rank among those of its machine."""
+        return sum(self.shares_node(other) for other in range(self.rank))
+
     def shares_node(self, other: int) -> bool:
         """Whether another rank is on the machine of this one."""
         nodes = self.cluster.nodes if self.cluster else (0,) * self.num_processes
@@ -107,12 +114,21 @@ class Patience:
     """Says how many seconds a rank waits in a collective for the others. They load at different
     speeds, and a first step may compile. Later steps begin at about the same time on all ranks, and
     take about as long; but ranks with rows of their own wait for each other's prompts and kernels.
+
+    A thread that waits for its device, which waits for another rank, may never come back. So `lost`
+    completes with the reason when somebody else has noticed it.
     """
 
-    __slots__ = ("seconds",)
+    __slots__ = ("lost", "seconds")
 
     def __init__(self, seconds: float = 600.0) -> None:
         self.seconds = seconds
+        self.lost: Future[str] = Future()
+
+    def end(self, reason: str) -> None:
+        """The ranks wait in vain. The first reason counts."""
+        with contextlib.suppress(InvalidStateError):
+            self.lost.set_result(reason)
 
     def serve(self, *, has_own_rows: bool) -> None:
         """The first steps have been run."""

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.parallel.collectives import Collectives, GroupCollectives
-from aserve.gpu.parallel.shared import BUFFER_BYTES, SharedCollectives, _Locks
+from aserve.gpu.parallel.rank_locks import RankLocks
+from aserve.gpu.parallel.shared import BUFFER_BYTES, SharedCollectives
 from aserve.parallel.topology import Coordinates, Patience, RankLost
 
 T = TypeVar("T")
@@ -72,7 +73,7 @@ def test_a_rank_that_has_ended_is_lost_at_once_and_one_that_stays_away_in_time(
 
 def test_the_locks_of_a_rank_are_closed_with_their_object(tmp_path: Path) -> None:
     """Files that nobody closes are warnings of Python, in whatever test runs later."""
-    locks = _Locks(Coordinates(0, 1, store=str(tmp_path / "store")))
+    locks = RankLocks(Coordinates(0, 1, store=str(tmp_path / "store")))
     file = locks._files[0]
     assert not file.closed
     del locks

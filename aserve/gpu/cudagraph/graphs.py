@@ -33,6 +33,12 @@ All state is written on the executor's thread.
 # capture fails, for instance because there is too little memory, its shape and those with more rows
 # are not captured any more. Graphs that are there stay in use.
 #
+# Ranks. A captured step contains the collectives of its layers, and running it once before the
+# capture takes part in them. So all ranks must capture the same shapes between the same two steps.
+# They get the same steps in the same order, so the same shapes become pending at the same step; a
+# shape is captured right behind that step, and not when the executor is idle, which each rank would
+# be at another time. After each capture the ranks agree whether all of them have it.
+#
 # Attention. Some backends plan on the host for each step. Under graphs they make a plan per shape
 # (`StaticPlans.make`), whose buffers the graph reads, and `refresh` it before each replay.
 #
@@ -58,6 +64,7 @@ from aserve.gpu.attention.base import AttentionBackend, StaticShape
 from aserve.gpu.cudagraph.shapes import ShapeTable, StepShape, padded_plan, padding_plan, shape_of
 from aserve.gpu.decode.base import OnPublish
 from aserve.gpu.device.base import Captured, Device, GraphBreak, slice_len_of
+from aserve.gpu.parallel.collectives import ALONE, Collectives
 from aserve.gpu.runner import ModelRunner
 from aserve.gpu.step.plan import StepPlan
 from aserve.gpu.step.results import Layout, Packed
@@ -74,6 +81,7 @@ class GraphParts:
     attention: AttentionBackend
     spec: EngineSpec
     table: ShapeTable
+    ranks: Collectives = ALONE  # that capture together
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +129,9 @@ class StepGraphs:
         counts = self._parts.table.counts
         return f"graphs of up to {counts[-1]} rows" if counts else "no graphs"
 
-    @property
-    def has_pending(self) -> bool:
-        return bool(self._pending)
+    def is_due(self, *, is_idle: bool) -> bool:
+        """Returns whether the next pending shape is to be captured now."""
+        return bool(self._pending) and (is_idle or self._parts.ranks is not ALONE)
 
     def capture_all(self, on_progress: Callable[[int, int], None]) -> None:
         """Captures every shape that is captured at the start."""
@@ -166,20 +174,25 @@ class StepGraphs:
         return Packed(words.clone(), graph.layout)
 
     def capture_next(self) -> None:
-        """Captures the first requested shape. One that fails is refused, unless the device has
-        become unusable: then this raises.
+        """Captures the first requested shape. One that fails, on any rank, is refused, unless the
+        device has become unusable: then this raises.
         """
         shape = next(iter(self._pending))
+        graph: StepGraph | None = None
+        reason = "it failed on another rank"
         try:
-            self._graphs[shape] = self._capture(shape)
+            graph = self._capture(shape)
         except Exception as error:
             self._parts.device.mark()  # raises if the device has become unusable
-            self._refuse(error)
+            reason = f"{type(error).__name__}: {error}"
+        if not self._parts.ranks.least(graph is not None) or graph is None:
+            self._refuse(reason)
             return
+        self._graphs[shape] = graph
         del self._pending[shape]
         logger.debug("captured rows=%d sampling=%s", shape.num_rows, shape.sampling)
 
-    def _refuse(self, error: Exception) -> None:
+    def _refuse(self, reason: str) -> None:
         """Drops the first requested shape, and those that differ from it by more rows."""
         refused = next(iter(self._pending))
         self._refused.append(refused)
@@ -187,12 +200,11 @@ class StepGraphs:
         self._pending = dict.fromkeys(kept)
         logger.warning(
             "steps with rows=%d or more, width=%d and sampling=%s run without graphs, because "
-            "capturing one failed: %s: %s",
+            "capturing one failed: %s",
             refused.num_rows,
             refused.width,
             refused.sampling,
-            type(error).__name__,
-            error,
+            reason,
         )
 
     def _is_refused(self, shape: StepShape) -> bool:

@@ -11,6 +11,7 @@ does not choose it, so that installing a package changes no running setup.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import TypeAlias
@@ -29,6 +30,14 @@ OpenDevice: TypeAlias = Callable[[str], Device]
 
 # `auto` takes the first that can be opened.
 DEVICES: Mapping[str, OpenDevice] = {"cuda": open_cuda, "cpu": CpuDevice}
+
+
+def devices_of(local_rank: int, num_ranks: int) -> Mapping[str, OpenDevice]:
+    """The devices as one of several ranks on this machine opens them."""
+    own = functools.partial(open_cuda, local_rank=local_rank, num_ranks=num_ranks)
+    return {**DEVICES, "cuda": own}
+
+
 # Devices with an executor of their own (aserve/load.py), which no row here opens.
 OTHER_EXECUTORS = ("mlx",)
 

@@ -62,10 +62,8 @@ ALONE = Alone()
 
 
 def collectives_of(place: Coordinates, patience: Patience) -> Collectives:
-    """Meets the other ranks. Those of one machine share memory, and others, or ranks without numba,
-    meet over gloo."""
-    if place.is_alone:
-        return ALONE
+    """Meets the other ranks on the CPU. Those of one machine share memory, and others, or ranks
+    without numba, meet over gloo."""
     if place.cluster is not None or find_spec("numba") is None:
         return GroupCollectives(place, patience)
     from aserve.gpu.parallel.shared import SharedCollectives

@@ -4,22 +4,18 @@ A collective takes one meeting (aserve_kernels/cpu/rendezvous.py). Each rank has
 uses in turns. It writes to one of them again two collectives later, and by then all ranks have come
 to the collective between, so they have read what it held. Longer tensors travel in pieces.
 
-Each rank holds a lock on a file of its own, which the kernel frees when its process ends. So the
-others hear of a death at once. For a rank that lives and does not come they wait as long as their
-`Patience` says.
+Ranks hear of a death at once (rank_locks.py). For a rank that lives and does not come they wait as
+long as their `Patience` says.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import mmap
 import os
 import threading
 import time
-import weakref
-from collections.abc import Iterator, Mapping
-from io import FileIO
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +23,7 @@ import torch
 from torch import Tensor
 
 from aserve.errors import ConfigError
+from aserve.gpu.parallel.rank_locks import RankLocks
 from aserve.parallel.topology import Coordinates, Patience, RankLost
 from aserve_kernels.cpu import rank_sum
 from aserve_kernels.cpu.rendezvous import FLAGS_PER_LINE, meet
@@ -51,7 +48,7 @@ class SharedCollectives:
         self.rank, self.num_ranks = place.rank, place.num_ranks
         self._patience = Patience(MEET_S)
         self._words = np.zeros(rank_sum.FILES + self.num_ranks, np.int64)
-        self._locks = _Locks(place)
+        self._locks = RankLocks(place)
         memory = _shared_memory(Path(f"{place.store}.memory"), self._num_bytes)
         words = FLAGS_PER_LINE * self.num_ranks
         self._flags = np.frombuffer(memory, np.int64, words).reshape(-1, FLAGS_PER_LINE)
@@ -157,45 +154,6 @@ class SharedCollectives:
                 f"rank {self.rank} has lost rank {late[0]}, which did not come to a collective in "
                 f"{self._patience.seconds:.0f} s"
             )
-
-
-class _Locks:
-    """A locked file for each rank. A lock is that of an open file, so ranks may also be threads of
-    one process, and it goes with the process or the object."""
-
-    def __init__(self, place: Coordinates) -> None:
-        self._rank = place.rank
-        self._paths = [f"{place.store}.{n}" for n in range(place.num_ranks)]
-        self._files = {place.rank: FileIO(self._paths[place.rank], "w")}
-        fcntl.flock(self._files[place.rank], fcntl.LOCK_EX)
-        weakref.finalize(self, _close, self._files)
-
-    def watch(self) -> None:
-        """Opens the files of the others, once all ranks have locked theirs."""
-        for rank, path in enumerate(self._paths):
-            if rank not in self._files:
-                self._files[rank] = FileIO(path)
-
-    @property
-    def descriptors(self) -> list[int]:
-        """The descriptors of the others' files, in the order of ranks; -1 for this rank."""
-        ranks = range(len(self._paths))
-        return [-1 if rank == self._rank else self._files[rank].fileno() for rank in ranks]
-
-    def is_free(self, rank: int) -> bool:
-        """Returns whether a rank that has met the others has ended."""
-        if rank not in self._files:
-            return False
-        try:
-            fcntl.flock(self._files[rank], fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-
-def _close(files: Mapping[int, FileIO]) -> None:
-    for file in files.values():
-        file.close()
 
 
 def _shared_memory(path: Path, num_bytes: int) -> mmap.mmap:

@@ -19,7 +19,7 @@ from aserve.errors import ConfigError
 from aserve.gpu.layers.grouped_linear import GroupedLinearOp, Groups
 from aserve.gpu.layers.linear import LinearOp
 from aserve.gpu.models.sharding import HEAD, ON_EVERY_RANK, ROW_PARALLEL, can_divide
-from aserve.gpu.parallel.collectives import Collectives
+from aserve.gpu.parallel.collectives import ALONE, Collectives
 from aserve.gpu.weights.source import ExpertPart, Shard, Target, WeightSource
 
 
@@ -174,11 +174,9 @@ def for_rank(
     layer, or, with `experts`, of all but the experts, of which it has that part. With
     `has_own_rows`, attention is whole. `beside` has the values of options that are not divided
     among ranks; ConfigError is raised if one is set."""
-    if ranks.num_ranks == 1 and experts is None:
+    if ranks is ALONE and experts is None:
         return target
     asked = [flag for flag, value in beside.items() if value]
-    if target.device.type != "cpu":
-        asked.append(f"a device of {target.device.type}")
     if asked:
         raise ConfigError(
             f"{' and '.join(asked)} cannot be divided among ranks; leave out "

@@ -149,8 +149,6 @@ class Pipeline:
         if self.stage.count == 1:
             return target
         asked = [flag for flag, value in beside.items() if value]
-        if target.device.type != "cpu":
-            asked.append(f"a device of {target.device.type}")
         if asked:
             raise ConfigError(
                 f"{' and '.join(asked)} does not go with stages; leave out "

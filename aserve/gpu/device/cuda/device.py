@@ -8,7 +8,7 @@ and the measurements of memory at the start.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -18,7 +18,13 @@ from torch import Tensor
 from aserve.errors import ConfigError
 from aserve.gpu.device.base import Captured, Event, GraphBreak
 from aserve.gpu.device.cuda.graphs import capture
-from aserve.gpu.device.cuda.runtime import CudaRuntime, TorchCuda
+from aserve.gpu.device.cuda.runtime import (
+    CudaEvent,
+    CudaRuntime,
+    TorchCuda,
+    WaitContext,
+    WatchedEvent,
+)
 from aserve.gpu.device.ops import DeviceOps
 from aserve.gpu.layers.linear import prepare
 from aserve.gpu.weights.format import DTYPES, WeightFormat, WeightRequest, dtype_name
@@ -37,6 +43,7 @@ class CudaDevice:
         "_forwards",
         "_is_ready",
         "_runtime",
+        "_waiting",
         "about",
         "attention",
         "graph_rows",
@@ -57,6 +64,7 @@ class CudaDevice:
         self.torch_device = runtime.torch_device
         self.attention: tuple[str, ...] = ("flashinfer", "triton", "torch-ref")
         self._runtime = runtime
+        self._waiting: WaitContext | None = None
         self._forwards = runtime.new_stream()
         self._copies = runtime.new_stream()
         self._is_ready = runtime.new_event()  # recorded anew for each copy
@@ -68,10 +76,15 @@ class CudaDevice:
         with self._runtime.on(self._forwards):
             yield
 
+    def watch_waits(self, waiting: WaitContext) -> None:
+        """From now on, each wait for the device is within a context of `waiting`, which may raise
+        at its end."""
+        self._waiting = waiting
+
     def mark(self) -> Event:
         event = self._runtime.new_event()
         self._forwards.record_event(event)
-        return event
+        return self._watched(event)
 
     def host_buffer(self, num_words: int) -> Tensor:
         return self._runtime.pinned(num_words)
@@ -86,7 +99,8 @@ class CudaDevice:
         """NOTE: `body` runs once before the capture, because it must compile its kernels and its
         libraries must allocate their workspaces outside of it."""
         body(lambda _values: None)
-        self._runtime.synchronize()
+        with (self._waiting or nullcontext)():
+            self._runtime.synchronize()
         return capture(self._runtime.new_graph, body)
 
     def copy_out(self, values: Tensor, host: Tensor) -> Event:
@@ -97,7 +111,10 @@ class CudaDevice:
         self._runtime.keep(values, self._copies)
         event = self._runtime.new_event()
         self._copies.record_event(event)
-        return event
+        return self._watched(event)
+
+    def _watched(self, event: CudaEvent) -> Event:
+        return event if self._waiting is None else WatchedEvent(event, self._waiting)
 
     def weight_format(self, request: WeightRequest) -> WeightFormat:
         if request.quantization is not None:
@@ -160,7 +177,8 @@ class CudaDevice:
         """Returns the device's memory times `share`, less all memory in use (by other processes
         too) and less the peak of the largest step.
         """
-        step_bytes = self._runtime.growth(run_largest)
+        with (self._waiting or nullcontext)():
+            step_bytes = self._runtime.growth(run_largest)
         memory = self._runtime.memory()
         left = int(memory.total * share) - (memory.total - memory.free) - step_bytes
         if left > 0:
@@ -174,10 +192,20 @@ class CudaDevice:
         )
 
 
-def open_cuda(why: str) -> CudaDevice:
+def open_cuda(why: str, *, local_rank: int = 0, num_ranks: int = 1) -> CudaDevice:
+    """Opens the current device, or that of one of several ranks on this machine."""
     if not torch.cuda.is_available():
         raise ConfigError(f"no CUDA: {why_no_cuda()}", param="device")
-    return CudaDevice(TorchCuda(), why=why)
+    if num_ranks == 1:
+        return CudaDevice(TorchCuda(), why=why)
+    if (num_gpus := torch.cuda.device_count()) < num_ranks:
+        raise ConfigError(
+            f"{num_ranks} ranks on this machine need a GPU each, and torch finds {num_gpus}; lower "
+            "--tensor-parallel-size, or give more GPUs",
+            param="tensor_parallel_size",
+        )
+    torch.cuda.set_device(local_rank)
+    return CudaDevice(TorchCuda(), why=", ".join(filter(None, (f"GPU {local_rank}", why))))
 
 
 def why_no_cuda() -> str:

@@ -11,7 +11,7 @@ import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -28,6 +28,22 @@ class Memory:
 class CudaEvent(Protocol):
     def synchronize(self) -> None:
         """Blocks the calling thread, without the interpreter lock, until the event is done."""
+
+
+# Makes the context of a thread's wait for the device.
+WaitContext: TypeAlias = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedEvent:
+    """An event whose waits are within a context."""
+
+    event: CudaEvent
+    waiting: WaitContext
+
+    def synchronize(self) -> None:
+        with self.waiting():
+            self.event.synchronize()
 
 
 class CudaStream(Protocol):

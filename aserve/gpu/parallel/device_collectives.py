@@ -1,0 +1,81 @@
+"""Collectives of tensors on devices, on the stream of the caller. They do not wait for the device,
+and can be captured in graphs.
+
+    sum       an all-reduce, by the first way (all_reduce.py) that takes the tensor
+    concat    an all-gather
+    least     of numbers of the host, which the ranks exchange by gloo
+
+All ranks get the same bits of a sum: each way has every element added up in one order, by one rank
+that gives it to the others, or by all ranks alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]  # not exported
+    AllgatherOptions,
+    AllreduceOptions,
+)
+
+from aserve.gpu.parallel.all_reduce import AllReduce
+from aserve.gpu.parallel.collectives import Collectives, Work
+
+
+class DeviceGroup(Protocol):
+    """Types the part of ProcessGroupNCCL that is used. The group of gloo has it too."""
+
+    def allreduce(self, tensors: list[Tensor], options: AllreduceOptions, /) -> Work: ...
+
+    def _allgather_base(self, every: Tensor, own: Tensor, options: AllgatherOptions, /) -> Work: ...
+
+    def abort(self) -> None: ...
+
+
+class DeviceCollectives:
+    """`Collectives` of one device per rank."""
+
+    __slots__ = ("_group", "_host", "_ways", "num_ranks", "rank")
+
+    def __init__(
+        self, host: Collectives, group: DeviceGroup, ways: Sequence[AllReduce] = ()
+    ) -> None:
+        """`host` exchanges numbers. A tensor that none of `ways` takes is summed by the group."""
+        self.rank, self.num_ranks = host.rank, host.num_ranks
+        self._host = host
+        self._group = group
+        self._ways = tuple(ways)
+
+    def sum(self, x: Tensor) -> Tensor:
+        if not x.numel():
+            return x
+        x = x.contiguous()
+        for way in self._ways:
+            if way.takes(x):
+                return way(x)
+        return self.group_sum(x)
+
+    def group_sum(self, x: Tensor) -> Tensor:
+        """The sum by the process group, in place. x is contiguous and not empty."""
+        options = AllreduceOptions()
+        options.asyncOp = False  # on the caller's stream
+        self._group.allreduce([x], options).wait()
+        return x
+
+    def concat(self, x: Tensor) -> Tensor:
+        return torch.cat(tuple(self.gather(x)), dim=-1)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Returns the ranks' tensors, [ranks, *x.shape]."""
+        every = x.new_empty((self.num_ranks, *x.shape))
+        if x.numel():
+            options = AllgatherOptions()
+            options.asyncOp = False
+            self._group._allgather_base(every, x.contiguous(), options).wait()
+        return every
+
+    def least(self, number: int) -> int:
+        return self._host.least(number)

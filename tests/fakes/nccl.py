@@ -1,0 +1,94 @@
+"""NCCL on simulated CUDA (cuda.py): a collective is work of its stream, and the ranks, which are
+threads, meet in it when that work runs. So a graph keeps it, and each replay meets again."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]  # not exported
+    AllgatherOptions,
+    AllreduceOptions,
+)
+
+from aserve.gpu.device.cuda.device import CudaDevice
+from aserve.gpu.parallel.collectives import GroupCollectives
+from aserve.gpu.parallel.device_collectives import DeviceCollectives
+from aserve.gpu.parallel.rank_watch import RankWatch
+from aserve.parallel.topology import Coordinates, Patience
+from tests.fakes.cuda import FakeCuda, Work
+
+
+class Links:
+    """Where the parts of all ranks are, by the number of the collective."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.changed = threading.Condition()
+        self.parts: defaultdict[int, dict[int, Tensor]] = defaultdict(dict)
+
+
+class Done:
+    def wait(self) -> bool:
+        return True
+
+
+class FakeNccl:
+    """Implements DeviceGroup. `met` has the shape of each collective that has run."""
+
+    def __init__(self, cuda: FakeCuda, links: Links, rank: int) -> None:
+        self.met: list[tuple[int, ...]] = []
+        self.has_aborted = False
+        self.cuda, self._links, self._rank = cuda, links, rank
+
+    def allreduce(self, tensors: list[Tensor], _options: AllreduceOptions, /) -> Done:
+        [x] = tensors
+        twin, block = self.cuda._twin(x), self.cuda._block(x)
+
+        def run() -> None:
+            twin.copy_(sum(self._exchange(twin), torch.zeros_like(twin)))
+
+        self.cuda.ask(Work("an all-reduce", [block], [block], run))
+        return Done()
+
+    def _allgather_base(self, every: Tensor, own: Tensor, _options: AllgatherOptions, /) -> Done:
+        source, target = self.cuda._twin(own), self.cuda._twin(every)
+        blocks = [self.cuda._block(own)], [self.cuda._block(every)]
+
+        def run() -> None:
+            target.copy_(torch.stack(self._exchange(source)))
+
+        self.cuda.ask(Work("an all-gather", *blocks, run))
+        return Done()
+
+    def abort(self) -> None:
+        """What waits for another rank fails."""
+        with self._links.changed:
+            self.has_aborted = True
+            self._links.changed.notify_all()
+
+    def _exchange(self, own: Tensor) -> list[Tensor]:
+        links = self._links
+        parts = links.parts[len(self.met)]
+        with links.changed:
+            parts[self._rank] = own.clone()
+            links.changed.notify_all()
+            links.changed.wait_for(lambda: self.has_aborted or len(parts) == links.num_ranks)
+        if self.has_aborted:
+            raise RuntimeError("NCCL was aborted")
+        self.met.append(tuple(own.shape))
+        return [parts[rank] for rank in range(links.num_ranks)]
+
+
+def joined_on(
+    device: CudaDevice, group: FakeNccl, place: Coordinates, patience: Patience
+) -> DeviceCollectives:
+    """Joins ranks as `join_by_nccl` does."""
+    host = GroupCollectives(place, patience)
+    watch = RankWatch(place, patience, group.abort)
+    host.least(0)
+    watch.start()
+    device.watch_waits(watch.waiting)
+    return DeviceCollectives(host, group)
