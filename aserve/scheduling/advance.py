@@ -12,22 +12,23 @@ from aserve.scheduling.rows import Column
 from aserve.scheduling.state import SchedulerState
 
 
-def advance_rows(state: SchedulerState, step: Step, indices: Column, *, advance: Column) -> None:
-    """Commits `advance` positions of each of these flights, whose sequences have their rows."""
-    table, rows, page_size = state.table, step.rows[indices], state.spec.page_size
-    for place in table.unpaid[rows].nonzero()[0].tolist():
-        _charge_prompt(step.sequences[int(indices[place])], int(advance[place]))
+def advance_rows(state: SchedulerState, step: Step, *, advance: Column) -> None:
+    """Commits `advance` positions of each flight of a step, or of a part of it. Their sequences
+    have their rows.
+    """
+    table, rows, page_size = state.table, step.rows, state.spec.page_size
+    for index in table.unpaid[rows].nonzero()[0].tolist():
+        _charge_prompt(step.sequences[index], int(advance[index]))
     num_before = (table.committed_len[rows] - state.spec.decode.key_lookahead) // page_size
-    land(table, step, indices, advance=advance)
+    land(table, step, advance=advance)
     if state.has_senders:
-        _send_kv(state, [step.sequences[index] for index in indices.tolist()])
-    has_new_pages = table.committed_len[rows] // page_size > num_before  # at most
+        _send_kv(state, step.sequences)
     if state.spec.prefix_cache:
+        has_new_pages = table.committed_len[rows] // page_size > num_before  # at most
         for sequence in table.sequences[rows[has_new_pages]].tolist():
             commit_pages(state, sequence)
     if state.cache.has_windows:
-        for index in indices.tolist():
-            sequence = step.sequences[index]
+        for sequence in step.sequences:
             assert sequence.allocation is not None
             cache = state.cache.of(sequence.allocation)
             cache.release_behind(sequence.allocation, sequence.committed_len)

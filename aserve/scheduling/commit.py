@@ -8,20 +8,25 @@ tokens.
 
 from __future__ import annotations
 
+import collections
 from collections import Counter
+from collections.abc import Iterable
+from operator import call
 
-from aserve.messages.base import VALUE_BYTES, array_i32, num_values
+import numpy as np
+
+from aserve.messages.base import ArrayI32, array_i32, num_values
 from aserve.messages.output import SequenceOutput, StepOutput
 from aserve.messages.results import SampleResult, StepResult
 from aserve.scheduling.advance import advance_rows
-from aserve.scheduling.clients import Client
 from aserve.scheduling.ends import kept_output, may_end, outputs_of
 from aserve.scheduling.finish import finish, settle
 from aserve.scheduling.flights import Step, drop_flights, land_without_row
 from aserve.scheduling.forced import end_reasoning
 from aserve.scheduling.grammar_rows import ask_mask, receive_drafts
 from aserve.scheduling.prompts import hand_out_prompts
-from aserve.scheduling.request import Phase, Sequence
+from aserve.scheduling.request import Phase
+from aserve.scheduling.rows import NO_INDICES, Column
 from aserve.scheduling.state import SchedulerState
 
 
@@ -52,16 +57,16 @@ def _commit_chunks(state: SchedulerState, step: Step) -> None:
     """Commits the KV of chunks that sampled nothing."""
     if step.samples.all():
         return
-    chunks = (~step.samples).nonzero()[0]
-    is_here = state.table.first_iteration[step.rows[chunks]] <= step.iteration
-    dropped = [index for index in chunks[~is_here].tolist() if step.is_dropped(index)]
-    advance_rows(state, step, chunks[is_here], advance=step.max_advance[chunks[is_here]])
-    for index in chunks.tolist():
-        if index in dropped:
+    chunks = step.part((~step.samples).nonzero()[0])
+    is_here = state.table.first_iteration[chunks.rows] <= step.iteration
+    is_dropped = [chunks.is_dropped(index) for index in range(len(chunks.rows))]
+    here = chunks if is_here.all() else chunks.part(is_here.nonzero()[0])
+    advance_rows(state, here, advance=here.max_advance)
+    for index, sequence in enumerate(chunks.sequences):
+        if is_dropped[index]:
             continue
-        sequence = step.sequences[index]
         if sequence.phase is Phase.LINGERING:
-            land_without_row(step, index)
+            land_without_row(chunks, index)
         if not sequence.max_tokens and not sequence.remaining and not sequence.num_flights:
             finish(state, sequence, "length")
         else:
@@ -72,51 +77,73 @@ def commit_tokens(state: SchedulerState, result: StepResult | SampleResult, step
     """PERF: rows that only advance are committed by columns. The others are looked at one by one:
     their results were dropped, they may end here, or they have a mask or no row.
     """
-    table = state.table
-    rows, counts, tokens = (array_i32(data) for data in (result.rows, result.counts, result.tokens))
-    indices, ends = step.indices_of(rows), counts.cumsum()
-    is_here = table.first_iteration[rows] <= step.iteration
-    is_plain = is_here & (counts > 0) & ~may_end(state, rows, counts, tokens)
-    num_drafts = step.num_drafts[indices] * state.spec.decode.root_len  # a block has no drafts
-    sequences = [step.sequences[index] for index in indices.tolist()]
-    outputs: list[SequenceOutput | None] = [*(whole := outputs_of(table, result, num_drafts))]
-    looked_at, num_kept = (~is_plain).nonzero()[0], counts.copy()
-    for place, index in zip(looked_at.tolist(), indices[looked_at].tolist(), strict=True):
-        is_dropped = step.is_dropped(index)
-        output = None if is_dropped else kept_output(sequences[place], whole[place])
-        outputs[place], num_kept[place] = output, num_values(output.token_ids) if output else 0
-    _append(state, result.iteration, sequences, outputs)
-    looked_at = indices[looked_at]
-    if len(looked_at):
-        rows, indices, num_drafts = rows[is_here], indices[is_here], num_drafts[is_here]
-        ends, num_kept = (ends - counts + num_kept)[is_here], num_kept[is_here]
-    has_tokens = num_kept > 0
-    table.num_tokens[rows] += num_kept
-    table.last_id[rows[has_tokens]] = tokens[ends[has_tokens] - 1]
-    advance = step.max_advance[indices] - step.max_outputs[indices] + num_kept
-    advance_rows(state, step, indices, advance=advance)
-    state.draft_choice.note_results(table, rows, num_drafts, num_kept)
-    for index in looked_at.tolist():
+    table, step = state.table, step.of(array_i32(result.rows))
+    rows, counts, tokens = step.rows, array_i32(result.counts), array_i32(result.tokens)
+    is_single = np.count_nonzero(counts == 1) == len(counts)
+    is_dropped = table.first_iteration[rows] > step.iteration  # or it has no row
+    is_plain = ~(may_end(state, rows, counts, tokens) | is_dropped)
+    if not is_single:
+        is_plain &= counts > 0
+    outputs: list[SequenceOutput | None] = [*outputs_of(state, step, result)]
+    num_kept, looked_at = counts, (~is_plain).nonzero()[0].tolist()
+    if looked_at:
+        num_kept = counts.copy()
+        for index in looked_at:
+            whole = None if step.is_dropped(index) else outputs[index]
+            output = kept_output(step.sequences[index], whole) if whole else None
+            outputs[index], num_kept[index] = output, num_values(output.token_ids) if output else 0
+    plain = is_plain.nonzero()[0] if is_single else NO_INDICES
+    _append_columns(state, rows[plain], tokens[plain])
+    _append(step, outputs, looked_at if is_single else range(len(outputs)))
+    if any(outputs):
+        state.effects.append(StepOutput(step.iteration, tuple(filter(None, outputs))))
+    last_ids = tokens if is_single else tokens[(counts.cumsum() - counts + num_kept - 1).clip(0)]
+    here = step
+    if looked_at and np.count_nonzero(is_dropped):
+        here = step.part((~is_dropped).nonzero()[0])
+        num_kept, last_ids = num_kept[~is_dropped], last_ids[~is_dropped]
+    _advance(state, here, num_kept, last_ids=last_ids)
+    for index in looked_at:
         if not step.is_dropped(index):
             _settle(state, step, index)
 
 
-def _append(
-    state: SchedulerState,
-    iteration: int,
-    sequences: list[Sequence],
-    outputs: list[SequenceOutput | None],
-) -> None:
-    """Appends the outputs to the logs of their sequences, and hands them out."""
-    served: Counter[Client] = Counter()
-    for sequence, output in zip(sequences, outputs, strict=True):
+def _advance(state: SchedulerState, step: Step, num_kept: ArrayI32, *, last_ids: ArrayI32) -> None:
+    """Writes the tokens that were kept into the columns of their rows, which their sequences still
+    have.
+    """
+    table, rows = state.table, step.rows
+    table.num_tokens[rows] += num_kept
+    has_tokens = num_kept > 0
+    if np.count_nonzero(has_tokens) == len(rows):
+        table.last_id[rows] = last_ids
+    else:
+        table.last_id[rows[has_tokens]] = last_ids[has_tokens]
+    if np.count_nonzero(step.num_uncertain) or np.count_nonzero(num_kept != step.max_outputs):
+        advance = step.max_advance - step.max_outputs + num_kept
+    else:
+        advance = step.max_advance  # nothing else could come
+    advance_rows(state, step, advance=advance)
+    if np.count_nonzero(step.num_drafts):
+        num_drafts = step.num_drafts * state.spec.decode.root_len  # a block has no drafts
+        state.draft_choice.note_results(table, rows, num_drafts, num_kept)
+
+
+def _append_columns(state: SchedulerState, rows: Column, token_ids: ArrayI32) -> None:
+    """Appends one token to the log of each row."""
+    table = state.table
+    collections.deque(map(call, table.appends[rows].tolist(), token_ids.tolist()), maxlen=0)
+    for client, num_tokens in Counter(table.clients[rows].tolist()).items():
+        client.serve_outputs(num_tokens)
+
+
+def _append(step: Step, outputs: list[SequenceOutput | None], indices: Iterable[int]) -> None:
+    """Appends these of the outputs to the logs of their sequences."""
+    for index in indices:
+        sequence, output = step.sequences[index], outputs[index]
         if output is not None:
             sequence.tokens.outputs.frombytes(output.token_ids)
-            served[sequence.client] += len(output.token_ids)
-    for client, num_bytes in served.items():
-        client.serve_outputs(num_bytes // VALUE_BYTES)
-    if served:
-        state.effects.append(StepOutput(iteration, tuple(filter(None, outputs))))
+            sequence.client.serve_outputs(num_values(output.token_ids))
 
 
 def _settle(state: SchedulerState, step: Step, index: int) -> None:

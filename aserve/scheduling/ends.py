@@ -4,6 +4,7 @@ output. The limit of reasoning is such an end, behind which other tokens follow.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import repeat
 
 import numpy as np
@@ -12,15 +13,16 @@ import numpy.typing as npt
 from aserve.messages.base import VALUE_BYTES, ArrayI32, array_i32
 from aserve.messages.output import SequenceOutput
 from aserve.messages.results import RowLogprobs, SampleResult, StepResult
+from aserve.scheduling.flights import Step
 from aserve.scheduling.request import Sequence
-from aserve.scheduling.rows import Column, RowTable
+from aserve.scheduling.rows import Column
 from aserve.scheduling.state import SchedulerState
 
 ONE_TOKEN = np.dtype((np.void, VALUE_BYTES))
 
 
 def may_end(
-    state: SchedulerState, rows: ArrayI32, counts: ArrayI32, tokens: ArrayI32
+    state: SchedulerState, rows: Column, counts: ArrayI32, tokens: ArrayI32
 ) -> npt.NDArray[np.bool_]:
     """Returns whether the sequence of each row may end with its `counts` new tokens, or has a mask.
     It is a quick test: an id that ends any sequence counts for all of them.
@@ -28,32 +30,36 @@ def may_end(
     table = state.table
     is_near: npt.NDArray[np.bool_] = table.num_tokens[rows] + counts >= table.look_len[rows]
     is_end = state.end_ids[tokens]
-    if is_end.any():
+    if np.count_nonzero(is_end):
         is_near[np.arange(len(rows)).repeat(counts)[is_end]] = True
     return is_near
 
 
 def outputs_of(
-    table: RowTable, result: StepResult | SampleResult, num_drafts: Column
-) -> list[SequenceOutput]:
+    state: SchedulerState, step: Step, result: StepResult | SampleResult
+) -> Iterator[SequenceOutput]:
     """Returns the output of each row that keeps all its new tokens. What it says of other rows is
     wrong. PERF: nothing here is a loop in Python, but for rows with several tokens or logprobs.
     """
-    rows = array_i32(result.rows)
+    table, rows = state.table, step.rows
     logprobs = {record.row: (record,) for record in result.logprobs}
     positions = table.num_tokens[rows] - table.max_len[rows] + table.max_tokens[rows]
-    return list(
-        map(
-            SequenceOutput,
-            table.request_ids[rows].tolist(),
-            table.child[rows].tolist(),
-            positions.tolist(),
-            _split(result.tokens, array_i32(result.counts)),
-            table.cached_len[rows].tolist(),
-            [logprobs.get(row, ()) for row in rows.tolist()] if logprobs else repeat(()),
-            *(repeat(None), repeat(None)),  # what a step computed for a prompt
-            num_drafts.tolist(),
-        )
+    columns = [
+        table.request_ids[rows].tolist(),
+        table.child[rows].tolist(),
+        positions.tolist(),
+        _split(result.tokens, array_i32(result.counts)),
+        table.cached_len[rows].tolist(),
+    ]
+    if not logprobs and not np.count_nonzero(step.num_drafts):
+        return map(SequenceOutput, *columns)
+    num_drafts = step.num_drafts * state.spec.decode.root_len  # a block has no drafts
+    return map(
+        SequenceOutput,
+        *columns,
+        [logprobs.get(row, ()) for row in rows.tolist()],
+        *(repeat(None), repeat(None)),  # what a step computed for a prompt
+        num_drafts.tolist(),
     )
 
 

@@ -57,10 +57,28 @@ class Step(msgspec.Struct, gc=False, eq=False):
     num_uncertain: Column
     samples: npt.NDArray[np.bool_]
 
+    def of(self, rows: ArrayI32) -> Step:
+        """Returns the step as if it had only these of its rows."""
+        if len(rows) == len(self.rows) and np.array_equal(rows, self.rows):
+            return self
+        return self.part(self.indices_of(rows))
+
+    def part(self, indices: Column) -> Step:
+        """Returns the step as if it had only these flights."""
+        return Step(
+            self.iteration,
+            [self.sequences[index] for index in indices.tolist()],
+            self.rows[indices],
+            self.query_lens[indices],
+            self.num_drafts[indices],
+            self.max_advance[indices],
+            self.max_outputs[indices],
+            self.num_uncertain[indices],
+            self.samples[indices],
+        )
+
     def indices_of(self, rows: ArrayI32) -> Column:
         """Returns the indices of these rows in the columns."""
-        if len(rows) == len(self.rows) and (rows == self.rows).all():
-            return np.arange(len(rows))
         places = np.zeros(np.maximum.reduce(self.rows) + 1, np.int64)
         places[self.rows] = np.arange(len(self.rows))
         indices: Column = places[rows]
@@ -125,17 +143,19 @@ def send(table: RowTable, step: Step, *, stamp: int) -> None:
     table.num_uncertain[rows] += step.num_uncertain
 
 
-def land(table: RowTable, step: Step, indices: Column, *, advance: Column) -> None:
-    """Records the return of flights whose sequences still have their rows. `advance` is the number
-    of positions whose KV each flight commits. The caller has appended the sampled tokens.
+def land(table: RowTable, step: Step, *, advance: Column) -> None:
+    """Records the return of a step, or of a part of it, whose sequences still have their rows.
+    `advance` is the number of positions whose KV each flight commits; it is `step.max_advance`
+    itself where all that was expected has come. The caller has appended the sampled tokens.
     """
-    rows = step.rows[indices]
+    rows = step.rows
     table.num_flights[rows] -= 1
     table.committed_len[rows] += advance
-    table.scheduled_len[rows] += advance - step.max_advance[indices]
-    table.num_sampling[rows] -= step.samples[indices]
-    table.num_uncertain[rows] -= step.num_uncertain[indices]
+    table.num_sampling[rows] -= step.samples
     table.failures[rows] = 0
+    if advance is not step.max_advance:
+        table.scheduled_len[rows] += advance - step.max_advance
+        table.num_uncertain[rows] -= step.num_uncertain
 
 
 def land_without_row(step: Step, index: int) -> None:

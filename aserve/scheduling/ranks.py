@@ -44,21 +44,7 @@ def step_parts(state: SchedulerState, step: Step) -> list[Step]:
         return [step]
     places = np.zeros(state.spec.max_rows + 1, np.int64)
     places[step.rows] = np.arange(len(step.rows))
-    return [_part(step, places[rows]) for rows in rows_by_rank(state, step.rows)]
-
-
-def _part(step: Step, indices: Column) -> Step:
-    return Step(
-        step.iteration,
-        [step.sequences[index] for index in indices.tolist()],
-        step.rows[indices],
-        step.query_lens[indices],
-        step.num_drafts[indices],
-        step.max_advance[indices],
-        step.max_outputs[indices],
-        step.num_uncertain[indices],
-        step.samples[indices],
-    )
+    return [step.part(places[rows]) for rows in rows_by_rank(state, step.rows)]
 
 
 def rank_order(

@@ -194,6 +194,7 @@ class Sequence:
         )
         self.cells, self.row = table.enter(row, self.cells, copies=copies), row
         table.sequences[row], table.request_ids[row] = self, self.request_id
+        table.clients[row], table.appends[row] = self.client, self.tokens.outputs.append
 
     def leave_row(self, table: RowTable) -> None:
         """It keeps nothing on the device."""

@@ -22,6 +22,7 @@ import numpy.typing as npt
 Column: TypeAlias = npt.NDArray[np.int64]
 Cells: TypeAlias = "array[int] | memoryview[int]"
 
+NO_INDICES: Column = np.empty(0, np.int64)
 NEVER = np.iinfo(np.int64).max  # the first iteration of a row without a sequence
 
 
@@ -82,6 +83,8 @@ class RowTable:
         # The objects of each row, so that a list of them is made without a loop.
         self.sequences = np.full(max_rows + 1, None, np.object_)
         self.request_ids = np.full(max_rows + 1, None, np.object_)
+        self.clients = np.full(max_rows + 1, None, np.object_)
+        self.appends = np.full(max_rows + 1, None, np.object_)  # methods that append an output
 
     def enter(self, row: int, cells: Cells, *, copies: tuple[int, ...]) -> Cells:
         """Moves the values of a sequence into the columns. Returns a view of them, which is where
@@ -96,7 +99,8 @@ class RowTable:
         own = array("q", cells[:NUM_CELLS])
         self.first_iteration[row] = NEVER
         self.remaining[row] = 0
-        self.sequences[row] = self.request_ids[row] = None
+        for objects in (self.sequences, self.request_ids, self.clients, self.appends):
+            objects[row] = None
         return own
 
 
