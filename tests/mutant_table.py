@@ -67,6 +67,24 @@ MUTANTS = (
         "",
     ),
     Mutant(
+        "a repeated step that launches a row whose last token is in flight",
+        "aserve/scheduling/steady.py",
+        "if np.count_nonzero(is_last) or num_known",
+        "if num_known",
+    ),
+    Mutant(
+        "a repeated step without the page of a row's next token",
+        "aserve/scheduling/steady.py",
+        "lacks_pages = starts >= table",
+        "lacks_pages = starts > table",
+    ),
+    Mutant(
+        "a repeated step with a row that the device has forgotten",
+        "aserve/scheduling/steady.py",
+        "is_other |= table.written_pages[rows] == 0",
+        "is_other |= table.written_pages[rows] < 0",
+    ),
+    Mutant(
         "a middle chunk that samples",
         "aserve/scheduling/flights.py",
         "has_outputs = (query_lens >= remaining) & (table.max_tokens[rows] > 0)",
@@ -86,9 +104,9 @@ MUTANTS = (
     ),
     Mutant(
         "a bound not corrected at commit",
-        "aserve/scheduling/commit.py",
-        "advance = step.max_advance[indices] - step.max_outputs[indices] + num_kept",
-        "advance = step.max_advance[indices]",
+        "aserve/scheduling/token_writes.py",
+        "return step.max_advance - step.max_outputs + num_kept",
+        "return step.max_advance",
     ),
     Mutant(
         "drafts trusted after a resync",
@@ -105,7 +123,7 @@ MUTANTS = (
     Mutant(
         "a Launch that names a held row",
         "aserve/scheduling/batch.py",
-        "        sequences[index].is_blocked = True\n",
+        "        step.sequences[index].is_blocked = True\n",
         "",
     ),
     Mutant(
@@ -130,8 +148,8 @@ MUTANTS = (
     Mutant(
         "a late result of a finished request counted for the row's new tenant",
         "aserve/scheduling/commit.py",
-        "is_here = table.first_iteration[rows] <= step.iteration",
-        "is_here = table.first_iteration[rows] > 0",
+        "is_dropped = table.first_iteration[rows] > step.iteration",
+        "is_dropped = table.first_iteration[rows] == 0",
     ),
     Mutant(
         "a result of a dropped flight counted for the sequence that still has its row",
@@ -147,9 +165,9 @@ MUTANTS = (
     ),
     Mutant(
         "a draft that is counted behind the end of its sequence",
-        "aserve/scheduling/commit.py",
+        "aserve/scheduling/token_writes.py",
         "table.num_tokens[rows] += num_kept",
-        "table.num_tokens[rows] += counts[is_here] if len(looked_at) else counts",
+        "table.num_tokens[rows] += np.maximum(num_kept, step.max_outputs)",
         "tests/scheduling/test_tick.py",
     ),
     Mutant(
@@ -803,8 +821,9 @@ MUTANTS = (
     Mutant(
         "KV counted of tokens behind the limit of reasoning",
         "aserve/scheduling/commit.py",
-        "step.max_outputs[indices] + num_kept",
-        "step.max_outputs[indices] + (counts[is_here] if len(looked_at) else counts)",
+        "advance_rows(state, here, advance=advance)",
+        "counts = counts[~is_dropped] if looked_at else num_kept\n"
+        "    advance_rows(state, here, advance=advance + counts - num_kept)",
     ),
     Mutant(
         "a forced token that reads the relay",

@@ -25,6 +25,7 @@ from aserve import frames
 from aserve.bench.options import HostStepOptions, integers
 from aserve.bench.result import BenchResult, Table, mean, median, percentile, progress, spread
 from aserve.bench.step_driver import result_of
+from aserve.cache.page_keys import prompt_keys
 from aserve.config import Resolved
 from aserve.frames import FrameSplitter
 from aserve.messages.executor import EngineSpec, GroupSpec, SchedulerEffect, SchedulerEvent
@@ -174,7 +175,10 @@ class Load:
         prompt = self._numbers.integers(VOCAB_SIZE, size=PROMPT_LEN, dtype=np.int32)
         max_tokens = int(self._numbers.integers(1, MAX_OUTPUT_LEN + 1))
         sampling = SamplingParams(seed=self._num_requests, max_tokens=max_tokens)
-        self._arrivals.append(AdmitRequest(str(self._num_requests), prompt.tobytes(), sampling))
+        keys = prompt_keys(prompt.tobytes(), page_size=PAGE_SIZE, namespace="")
+        self._arrivals.append(
+            AdmitRequest(str(self._num_requests), prompt.tobytes(), sampling, page_keys=keys)
+        )
 
 
 def trips_us(launches: Sequence[Launch]) -> list[float]:

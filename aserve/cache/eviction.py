@@ -64,14 +64,15 @@ class EvictionOrder:
         """Removes and returns the `count` oldest pages. There must be that many."""
         assert count <= self._num
         taken: array[int] = array("i")
+        entries, places, head = self._entries.data, self._places.data, self._head
         while len(taken) < count:
-            window = self._entries[self._head : min(self._head + 2 * count, self._tail)]
-            places = np.arange(self._head, self._head + len(window), dtype=np.int32)
-            found = np.flatnonzero(self._places[window] == places)[: count - len(taken)]
-            taken.frombytes(window[found].tobytes())
-            is_done = len(taken) == count
-            self._head += int(found[-1]) + 1 if is_done and len(found) else len(window)
-        self.remove(taken)
+            page = entries[head]
+            if places[page] == head:
+                places[page] = NOWHERE
+                taken.append(page)
+            head += 1
+        self._head = head
+        self._num -= count
         return taken
 
     def _valid_entries(self) -> ArrayI32:

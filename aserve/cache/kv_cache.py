@@ -113,28 +113,29 @@ class KvCache:
         """Extends each allocation to so many pages, and evicts pages if needed. Raises BugError,
         and changes nothing, if not enough pages are available for all of them.
         """
-        pairs = list(zip(allocations, num_pages, strict=True))
         missing = [
-            [max(num - len(each.pages[group]), 0) for each, num in pairs]
+            [num - len(each.pages[group]) for each, num in zip(allocations, num_pages, strict=True)]
             for group in range(len(self._pools))
         ]
-        for group, counts in enumerate(missing):
-            lacking = sum(counts) - self._pools[group].num_free
-            if lacking > self.num_cached(group):
+        totals = [sum([count for count in counts if count > 0]) for counts in missing]
+        for group, total in enumerate(totals):
+            if total > self.available(group):
                 raise BugError(
-                    f"group {self._pools[group].name!r}: {sum(counts)} more pages cannot be taken: "
+                    f"group {self._pools[group].name!r}: {total} more pages cannot be taken: "
                     f"{self.available(group)} pages are available"
                 )
         for group, counts in enumerate(missing):
-            lacking = sum(counts) - self._pools[group].num_free
+            lacking = totals[group] - self._pools[group].num_free
             if lacking > 0:
                 self._evict(group, lacking)
-            taken, start = self._pools[group].take(sum(counts)), 0
+            taken, start = self._pools[group].take(totals[group]), 0
             for each, count in zip(allocations, counts, strict=True):
-                each.pages[group].extend(taken[start : start + count])
-                start += count
-        for each, num in pairs:
-            each.num_pages = max(each.num_pages, num)
+                if count > 0:
+                    each.pages[group].extend(taken[start : start + count])
+                    start += count
+        for each, num in zip(allocations, num_pages, strict=True):
+            if num > each.num_pages:
+                each.num_pages = num
 
     def commit(self, allocation: PageAllocation, keys: Sequence[bytes], *, num_pages: int) -> None:
         """Inserts the pages before `num_pages`, which are full and committed, into the tree. They

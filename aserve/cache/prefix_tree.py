@@ -184,6 +184,7 @@ class PrefixTree:
         """Removes the `count` oldest nodes and returns their pages by group."""
         freed: dict[int, array[int]] = {group: array("i") for group in self.windowed}
         freed[0] = self.order.take(count)
+        is_plain = not self.windowed and self._stored.is_off
         for node in freed[0]:
             run = self._run_of[node]
             if run is None or run.pages[-1] != node or run.locked_end >= run.end:
@@ -192,6 +193,8 @@ class PrefixTree:
             key = run.keys.pop()
             del self._runs[key[0]][key]
             self._run_of[node] = None
+            if is_plain:
+                continue
             dropped = [windowed.drop(node) for windowed in self.windowed.values()]
             self._stored.note_evicted(key, (node, *dropped))
             for group, page in zip(self.windowed, dropped, strict=True):

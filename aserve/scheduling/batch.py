@@ -6,9 +6,7 @@ Writes `SchedulerState.steps` and `SchedulerState.next_iteration`.
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from aserve.cache.allocation import num_shared_pages
 from aserve.messages.base import pack_i32
@@ -17,7 +15,7 @@ from aserve.messages.step import Launch, ScheduleBatch, StepStats, VerifyPlan
 from aserve.scheduling.advance import stream_kv
 from aserve.scheduling.flights import Step, plan_step, send
 from aserve.scheduling.forecast import relax
-from aserve.scheduling.grammar_rows import ask_mask
+from aserve.scheduling.grammar_rows import ask_mask, held_flights
 from aserve.scheduling.input_ids import expected_stamps, input_ids, next_ids
 from aserve.scheduling.ranks import step_parts
 from aserve.scheduling.request import Sequence
@@ -33,56 +31,54 @@ def launch(
     table, iteration = state.table, state.next_iteration
     state.next_iteration += 1
     relax(state)
-    sequences: list[Sequence] = table.sequences[rows].tolist()
-    step = plan_step(table, sequences, query_lens, iteration=iteration, caps=state.spec.decode)
+    step = plan_step(table, rows, query_lens, iteration=iteration, caps=state.spec.decode)
     stats = _stats(state, step, admitted)
     skips_drafter = state.draft_choice.note_launch(table, step, stats)
-    first, *others = [
-        _build(state, part, skips_drafter=skips_drafter) for part in step_parts(state, step)
-    ]
-    batches = (msgspec.structs.replace(first, stats=stats), *others)
+    first, *others = step_parts(state, step)
+    batches = (
+        _build(state, first, stats=stats, skips_drafter=skips_drafter),
+        *(_build(state, part, stats=StepStats(), skips_drafter=skips_drafter) for part in others),
+    )
     state.steps[iteration] = step
     stream_kv(state, step)
     send(table, step, stamp=stamp_of(iteration))
-    for index in _held(state, step).nonzero()[0].tolist():
-        sequences[index].is_blocked = True
-        state.held[sequences[index].row] = step
-        ask_mask(state, sequences[index])
+    for index in held_flights(state, step).nonzero()[0].tolist() if state.masked else ():
+        step.sequences[index].is_blocked = True
+        state.held[step.sequences[index].row] = step
+        ask_mask(state, step.sequences[index])
     state.effects.append(Launch(batches))
 
 
-def _build(state: SchedulerState, step: Step, *, skips_drafter: bool) -> ScheduleBatch:
+def _build(
+    state: SchedulerState, step: Step, *, stats: StepStats, skips_drafter: bool
+) -> ScheduleBatch:
     table, rows = state.table, step.rows
-    is_held = _held(state, step)
+    is_held = held_flights(state, step)
     is_grown = table.written_pages[rows] != table.num_pages[rows]
     grown: list[Sequence] = table.sequences[rows[is_grown]].tolist()
     verify = None
-    if step.num_drafts.any():
+    if np.count_nonzero(step.num_drafts):
         verify = VerifyPlan(pack_i32(step.num_drafts), state.spec.decode.tree)
+    is_sampled = step.samples & ~is_held
+    are_all = np.count_nonzero(is_sampled) == len(rows)
     return ScheduleBatch(
         iteration=step.iteration,
-        rows=pack_i32(rows),
+        rows=step.packed_rows,
         query_lens=pack_i32(step.query_lens),
         input_ids=pack_i32(input_ids(table, step)),
         next_ids=pack_i32(next_ids(table, step)),
         kv_lens=pack_i32(table.scheduled_len[rows]),
         bounds=(table.num_uncertain[rows] > 0).tobytes(),
         expects=pack_i32(expected_stamps(table, step)),
-        sample_rows=pack_i32(rows[step.samples & ~is_held]),
-        held_rows=pack_i32(rows[is_held]),
+        sample_rows=step.packed_rows if are_all else pack_i32(rows[is_sampled]),
+        held_rows=pack_i32(rows[is_held]) if state.masked else b"",
         page_writes=tuple(page_writes(grown, group) for group in range(len(state.spec.groups))),
         row_inits=row_inits(grown),
         verify=verify,
+        stats=stats,
         shared_pages=_shared_pages(step.sequences) if state.spec.names_shared_pages else 0,
         skips_drafter=skips_drafter,
     )
-
-
-def _held(state: SchedulerState, step: Step) -> npt.NDArray[np.bool_]:
-    """Returns which flights wait for a mask before they sample."""
-    if not state.masked:
-        return np.zeros(len(step.rows), np.bool_)
-    return step.samples & (state.table.has_mask[step.rows] > 0)
 
 
 def _shared_pages(sequences: list[Sequence]) -> int:
@@ -95,10 +91,10 @@ def _stats(state: SchedulerState, step: Step, admitted: list[Sequence]) -> StepS
         is_new = np.zeros(state.spec.max_rows + 1, np.bool_)
         is_new[[sequence.row for sequence in admitted]] = True
         is_prefill |= is_new[step.rows]
-    num_prefill_rows = int(is_prefill.sum())
+    num_prefill_rows = int(np.count_nonzero(is_prefill))
     return StepStats(
         num_prefill_rows=num_prefill_rows,
-        num_prefill_tokens=int(step.query_lens[is_prefill].sum()),
+        num_prefill_tokens=sum(step.query_lens[is_prefill].tolist()),
         num_decode_rows=len(step.rows) - num_prefill_rows,
         num_running=len(state.running),
         num_waiting=state.num_waiting,

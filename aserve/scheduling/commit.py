@@ -8,16 +8,12 @@ tokens.
 
 from __future__ import annotations
 
-import collections
-from collections import Counter
-from collections.abc import Iterable
-from operator import call
-
 import numpy as np
 
-from aserve.messages.base import ArrayI32, array_i32, num_values
+from aserve.messages.base import array_i32, num_values
 from aserve.messages.output import SequenceOutput, StepOutput
 from aserve.messages.results import SampleResult, StepResult
+from aserve.scheduling import token_writes
 from aserve.scheduling.advance import advance_rows
 from aserve.scheduling.ends import kept_output, may_end, outputs_of
 from aserve.scheduling.finish import finish, settle
@@ -26,7 +22,6 @@ from aserve.scheduling.forced import end_reasoning
 from aserve.scheduling.grammar_rows import ask_mask, receive_drafts
 from aserve.scheduling.prompts import hand_out_prompts
 from aserve.scheduling.request import Phase
-from aserve.scheduling.rows import NO_INDICES, Column
 from aserve.scheduling.state import SchedulerState
 
 
@@ -77,9 +72,9 @@ def commit_tokens(state: SchedulerState, result: StepResult | SampleResult, step
     """PERF: rows that only advance are committed by columns. The others are looked at one by one:
     their results were dropped, they may end here, or they have a mask or no row.
     """
-    table, step = state.table, step.of(array_i32(result.rows))
+    table, here = state.table, (step := step.of(result.rows))
     rows, counts, tokens = step.rows, array_i32(result.counts), array_i32(result.tokens)
-    is_single = np.count_nonzero(counts == 1) == len(counts)
+    is_single = len(tokens) == len(counts) == np.count_nonzero(counts)
     is_dropped = table.first_iteration[rows] > step.iteration  # or it has no row
     is_plain = ~(may_end(state, rows, counts, tokens) | is_dropped)
     if not is_single:
@@ -92,58 +87,20 @@ def commit_tokens(state: SchedulerState, result: StepResult | SampleResult, step
             whole = None if step.is_dropped(index) else outputs[index]
             output = kept_output(step.sequences[index], whole) if whole else None
             outputs[index], num_kept[index] = output, num_values(output.token_ids) if output else 0
-    plain = is_plain.nonzero()[0] if is_single else NO_INDICES
-    _append_columns(state, rows[plain], tokens[plain])
-    _append(step, outputs, looked_at if is_single else range(len(outputs)))
+    plain = (is_plain & is_single).nonzero()[0]
+    token_writes.append_columns(state, rows[plain], tokens[plain])
+    token_writes.append_outputs(step, outputs, looked_at if is_single else range(len(outputs)))
     if any(outputs):
         state.effects.append(StepOutput(step.iteration, tuple(filter(None, outputs))))
-    last_ids = tokens if is_single else tokens[(counts.cumsum() - counts + num_kept - 1).clip(0)]
-    here = step
+    last_ids = token_writes.last_kept(tokens, counts, num_kept)
     if looked_at and np.count_nonzero(is_dropped):
         here = step.part((~is_dropped).nonzero()[0])
         num_kept, last_ids = num_kept[~is_dropped], last_ids[~is_dropped]
-    _advance(state, here, num_kept, last_ids=last_ids)
+    advance = token_writes.write_columns(state, here, num_kept, last_ids=last_ids)
+    advance_rows(state, here, advance=advance)
     for index in looked_at:
         if not step.is_dropped(index):
             _settle(state, step, index)
-
-
-def _advance(state: SchedulerState, step: Step, num_kept: ArrayI32, *, last_ids: ArrayI32) -> None:
-    """Writes the tokens that were kept into the columns of their rows, which their sequences still
-    have.
-    """
-    table, rows = state.table, step.rows
-    table.num_tokens[rows] += num_kept
-    has_tokens = num_kept > 0
-    if np.count_nonzero(has_tokens) == len(rows):
-        table.last_id[rows] = last_ids
-    else:
-        table.last_id[rows[has_tokens]] = last_ids[has_tokens]
-    if np.count_nonzero(step.num_uncertain) or np.count_nonzero(num_kept != step.max_outputs):
-        advance = step.max_advance - step.max_outputs + num_kept
-    else:
-        advance = step.max_advance  # nothing else could come
-    advance_rows(state, step, advance=advance)
-    if np.count_nonzero(step.num_drafts):
-        num_drafts = step.num_drafts * state.spec.decode.root_len  # a block has no drafts
-        state.draft_choice.note_results(table, rows, num_drafts, num_kept)
-
-
-def _append_columns(state: SchedulerState, rows: Column, token_ids: ArrayI32) -> None:
-    """Appends one token to the log of each row."""
-    table = state.table
-    collections.deque(map(call, table.appends[rows].tolist(), token_ids.tolist()), maxlen=0)
-    for client, num_tokens in Counter(table.clients[rows].tolist()).items():
-        client.serve_outputs(num_tokens)
-
-
-def _append(step: Step, outputs: list[SequenceOutput | None], indices: Iterable[int]) -> None:
-    """Appends these of the outputs to the logs of their sequences."""
-    for index in indices:
-        sequence, output = step.sequences[index], outputs[index]
-        if output is not None:
-            sequence.tokens.outputs.frombytes(output.token_ids)
-            sequence.client.serve_outputs(num_values(output.token_ids))
 
 
 def _settle(state: SchedulerState, step: Step, index: int) -> None:

@@ -306,7 +306,7 @@ class DraftChoice:
                     self._credit(num_rows, -late_us)
 
     def note_results(
-        self, table: RowTable, rows: ArrayI32, num_drafts: Column, num_outputs: ArrayI32
+        self, table: RowTable, rows: Column, num_drafts: Column, num_outputs: ArrayI32
     ) -> None:
         """Counts the results of a step, which are in `num_tokens` already."""
         if not num_drafts.any():
@@ -352,7 +352,7 @@ class DraftChoice:
             self._hold = 0
 
     def _count(
-        self, table: RowTable, rows: ArrayI32, num_drafts: Column, num_accepted: Column
+        self, table: RowTable, rows: Column, num_drafts: Column, num_accepted: Column
     ) -> None:
         tree = self._caps.tree
         longest = num_drafts

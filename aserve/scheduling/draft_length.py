@@ -26,9 +26,7 @@ PAUSE = 32  # tokens
 MAX_PAUSES = 5  # 32 << 5 tokens
 
 
-def note_windows(
-    table: RowTable, rows: ArrayI32, num_drafts: Column, num_outputs: ArrayI32
-) -> None:
+def note_windows(table: RowTable, rows: Column, num_drafts: Column, num_outputs: ArrayI32) -> None:
     """Counts the results of a step, which are in `num_tokens` already. Rows without drafts, and
     windows that gave nothing, do not count.
     """

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from aserve.messages.base import ArrayI32
-from aserve.messages.executor import DecodeCaps
+from aserve.messages.base import ArrayI32, array_i32, pack_i32
+from aserve.messages.executor import DecodeCaps, EngineSpec
 from aserve.scheduling.request import Phase, Sequence
 from aserve.scheduling.rows import Column, RowTable
 
@@ -56,25 +56,28 @@ class Step(msgspec.Struct, gc=False, eq=False):
     max_outputs: Column
     num_uncertain: Column
     samples: npt.NDArray[np.bool_]
+    packed_rows: bytes = b""  # int32
 
-    def of(self, rows: ArrayI32) -> Step:
+    def of(self, packed_rows: bytes) -> Step:
         """Returns the step as if it had only these of its rows."""
-        if len(rows) == len(self.rows) and np.array_equal(rows, self.rows):
+        if packed_rows == self.packed_rows:
             return self
-        return self.part(self.indices_of(rows))
+        return self.part(self.indices_of(array_i32(packed_rows)))
 
     def part(self, indices: Column) -> Step:
         """Returns the step as if it had only these flights."""
+        rows = self.rows[indices]
         return Step(
             self.iteration,
             [self.sequences[index] for index in indices.tolist()],
-            self.rows[indices],
+            rows,
             self.query_lens[indices],
             self.num_drafts[indices],
             self.max_advance[indices],
             self.max_outputs[indices],
             self.num_uncertain[indices],
             self.samples[indices],
+            packed_rows=pack_i32(rows),
         )
 
     def indices_of(self, rows: ArrayI32) -> Column:
@@ -95,22 +98,30 @@ class Step(msgspec.Struct, gc=False, eq=False):
         return sequence.phase is Phase.ENDED or sequence.first_iteration > self.iteration
 
 
+class Repeat(msgspec.Struct, gc=False, eq=False):
+    """What stays the same while each step is the one before with one token more (steady.py): the
+    last step, and the arrays of its batch. It holds for these rows and this spec.
+    """
+
+    step: Step
+    rows: Column
+    spec: EngineSpec
+    query_lens: bytes
+    minus_rows: bytes  # the ids of tokens that are not known
+    bounds: bytes
+    most_pages: int  # that may be asked of each layer group
+
+
 def rows_of(sequences: list[Sequence]) -> Column:
     return np.array([sequence.row for sequence in sequences], np.int64)
 
 
 def plan_step(
-    table: RowTable,
-    sequences: list[Sequence],
-    query_lens: Column,
-    *,
-    iteration: int,
-    caps: DecodeCaps,
+    table: RowTable, rows: Column, query_lens: Column, *, iteration: int, caps: DecodeCaps
 ) -> Step:
-    """Returns the step that computes `query_lens` tokens of each sequence. Tokens beyond the known
-    ones are drafts.
+    """Returns the step that computes `query_lens` tokens of each row. Tokens beyond the known ones
+    are drafts.
     """
-    rows = rows_of(sequences)
     remaining = table.remaining[rows]
     num_drafts = num_accepted = np.maximum(query_lens - remaining, 0)
     if caps.tree is not None:
@@ -119,7 +130,7 @@ def plan_step(
     max_outputs = np.where(has_outputs, num_accepted + caps.root_len, 0)
     return Step(
         iteration,
-        sequences,
+        table.sequences[rows].tolist(),
         rows,
         query_lens,
         num_drafts,
@@ -127,6 +138,7 @@ def plan_step(
         max_outputs=max_outputs,
         num_uncertain=np.maximum(max_outputs - caps.min_tokens_per_step, 0),
         samples=max_outputs > 0,
+        packed_rows=pack_i32(rows),
     )
 
 
@@ -140,7 +152,8 @@ def send(table: RowTable, step: Step, *, stamp: int) -> None:
     table.remaining[rows] += step.max_outputs - step.max_advance
     table.relay_stamp[rows[samples]] = stamp
     table.num_sampling[rows] += samples
-    table.num_uncertain[rows] += step.num_uncertain
+    if np.count_nonzero(step.num_uncertain):
+        table.num_uncertain[rows] += step.num_uncertain
 
 
 def land(table: RowTable, step: Step, *, advance: Column) -> None:

@@ -8,6 +8,9 @@ cover the whole window. Writes `Sequence.mask`, `SchedulerState.samples` and `Sc
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 from aserve.messages.base import num_mask_words, pack_i32
 from aserve.messages.executor import EngineSpec
 from aserve.messages.results import BuildMask, MaskReady, RowDrafts
@@ -48,6 +51,13 @@ def ask_mask(state: SchedulerState, sequence: Sequence) -> None:
             parents=b"" if drafts is None else drafts.parents,
         )
     )
+
+
+def held_flights(state: SchedulerState, step: Step) -> npt.NDArray[np.bool_]:
+    """Returns which flights wait for a mask before they sample."""
+    if not state.masked:
+        return np.zeros(len(step.rows), np.bool_)
+    return step.samples & (state.table.has_mask[step.rows] > 0)
 
 
 def _num_drafts(state: SchedulerState, sequence: Sequence) -> int | None:

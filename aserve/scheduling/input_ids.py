@@ -16,9 +16,11 @@ def input_ids(table: RowTable, step: Step) -> Column:
     flight and for drafts.
     """
     rows, starts = step.rows, table.scheduled_len[step.rows]
-    offsets = step.query_lens.cumsum() - step.query_lens
     num_known = np.where(table.num_sampling[rows] > 0, 0, table.num_tokens[rows] - starts)
     ids = (-rows).repeat(step.query_lens)
+    if not np.count_nonzero(num_known):
+        return ids
+    offsets = step.query_lens.cumsum() - step.query_lens
     is_last = num_known == 1
     ids[offsets[is_last]] = table.last_id[rows[is_last]]
     for index in (num_known > 1).nonzero()[0].tolist():
@@ -32,7 +34,7 @@ def next_ids(table: RowTable, step: Step) -> Column:
     """Returns the id of the token after each span. After a middle chunk that is the next token of
     the prompt; else it is -row, because the token is not known yet, or never will be.
     """
-    if step.samples.all():
+    if np.count_nonzero(step.samples) == len(step.rows):
         return -step.rows
     ends = table.scheduled_len[step.rows] + step.query_lens
     has_next = ~step.samples & (ends < table.num_tokens[step.rows])

@@ -248,6 +248,8 @@ class Phase(Enum):
     LINGERING = "lingering"  # retracted: owns nothing, but results of it are still in flight
     ENDED = "ended"  # owns nothing; Retired was sent
 
+    __hash__ = object.__hash__  # PERF: that of Enum is written in Python
+
 
 MOVES: dict[Phase, frozenset[Phase]] = {
     Phase.WAITING: frozenset({Phase.AWAITING_KV, Phase.RUNNING, Phase.ENDED}),

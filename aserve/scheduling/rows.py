@@ -22,7 +22,6 @@ import numpy.typing as npt
 Column: TypeAlias = npt.NDArray[np.int64]
 Cells: TypeAlias = "array[int] | memoryview[int]"
 
-NO_INDICES: Column = np.empty(0, np.int64)
 NEVER = np.iinfo(np.int64).max  # the first iteration of a row without a sequence
 
 

@@ -66,6 +66,7 @@ from aserve.scheduling.loads import change_tiers, end_load, save_pages
 from aserve.scheduling.recover import fail_step
 from aserve.scheduling.select import select
 from aserve.scheduling.state import SchedulerState
+from aserve.scheduling.steady import repeat_step
 from aserve.scheduling.tick import max_finished, max_looks
 from aserve.scheduling.transfers import begin_transfers, end_transfer
 
@@ -148,6 +149,8 @@ class Scheduler:
             return False
         if waits_for_masks(state):
             return False
+        if repeat_step(state):
+            return True
         chosen, admitted = select(state)
         save_pages(state)
         if not len(chosen.rows):

@@ -149,13 +149,13 @@ def _fill(state: SchedulerState, rows: Column, budget: int) -> Spans:
         query_lens[lacks_pages] = lens
     else:
         lacks_pages &= query_lens >= least
-        _grow(state, rows[lacks_pages], (starts + query_lens)[lacks_pages])
+        grow(state, rows[lacks_pages], (starts + query_lens)[lacks_pages])
     query_lens = uncut_blocks(query_lens, remaining, starts, state.spec.decode)
     is_chosen = query_lens >= least
     return Spans(rows[is_chosen], query_lens[is_chosen])
 
 
-def _grow(state: SchedulerState, rows: Column, ends: Column) -> None:
+def grow(state: SchedulerState, rows: Column, ends: Column) -> None:
     """Takes the pages that rows of one rank lack up to these positions. There is ample room."""
     if not len(rows):
         return

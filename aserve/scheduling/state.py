@@ -18,10 +18,10 @@ from aserve.messages.changes import ChangeSettings
 from aserve.messages.executor import EngineSpec, SchedulerEffect
 from aserve.scheduling.clients import Clients
 from aserve.scheduling.draft_choice import DraftChoice
-from aserve.scheduling.flights import Step
+from aserve.scheduling.flights import Repeat, Step
 from aserve.scheduling.queue import WaitingQueue
 from aserve.scheduling.request import Phase, Sequence
-from aserve.scheduling.rows import RowTable
+from aserve.scheduling.rows import Column, RowTable
 
 
 class Transfer(msgspec.Struct, gc=False):
@@ -39,8 +39,16 @@ class SchedulerState:
     __slots__ = (
         *("arrivals", "cache", "caution", "clients", "draft_choice", "effects", "end_ids"),
         *("ended", "groups", "has_senders", "held", "landed", "leaders", "looks_left", "masked"),
-        *("next_iteration", "num_followers", "num_retracted", "resync_at", "retries"),
-        *("retry_iteration", "rows", "running", "running_rows", "samples", "slow_waiting"),
+        *("next_iteration", "num_followers", "num_retracted", "repeat", "resync_at"),
+        *(
+            "retries",
+            "retry_iteration",
+            "rows",
+            "running",
+            "_running_rows",
+            "samples",
+            "slow_waiting",
+        ),
         *("spec", "steps", "table", "transfers", "unsent", "waiting"),
     )
 
@@ -61,7 +69,7 @@ class SchedulerState:
         self.leaders: dict[bytes, Sequence] = {}
         self.num_followers = 0
         self.running: dict[int, Sequence] = {}  # by row, in order of admission: admit, finish
-        self.running_rows = np.empty(0, np.int64)  # the rows of `running`
+        self._running_rows: Column | None = None  # of `running`, None if they have changed
         # by token id, whether it ends a sequence that has run: admit
         self.end_ids = np.zeros(spec.vocab_size, np.bool_)
         self.masked: dict[int, Sequence] = {}  # those of `running` with a host-side sampler
@@ -79,6 +87,7 @@ class SchedulerState:
         self.resync_at = 1  # failures of steps before this one were acted on: recover
         self.next_iteration = 1  # batch
         self.landed = 0  # all steps up to this one are back: commit, recover
+        self.repeat: Repeat | None = None  # steady
         self.has_senders = False  # some request wanted SendKv
         self.unsent: list[Transfer] = []  # in the order of `after`: transfers, loads
         # that have begun: transfers, loads
@@ -101,13 +110,20 @@ class SchedulerState:
     def num_waiting(self) -> int:
         return len(self.waiting) + len(self.slow_waiting) + self.num_followers
 
+    @property
+    def running_rows(self) -> Column:
+        """The rows of `running`, in their order."""
+        if self._running_rows is None:
+            self._running_rows = np.fromiter(self.running, np.int64, len(self.running))
+        return self._running_rows
+
     def seat(self, sequence: Sequence) -> None:
         self.running[sequence.row] = sequence
-        self.running_rows = np.append(self.running_rows, sequence.row)
+        self._running_rows = None
 
     def unseat(self, sequence: Sequence) -> None:
         del self.running[sequence.row]
-        self.running_rows = self.running_rows[self.running_rows != sequence.row]
+        self._running_rows = None
 
     def retractable(self) -> list[Sequence]:
         """Running rows whose pages no transfer writes."""

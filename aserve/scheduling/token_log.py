@@ -50,8 +50,10 @@ class TokenLog:
         """Returns how many of the committed positions have their final KV. In a block that was
         decoded, and not prefilled, it is computed by the first step of the next block.
         """
+        if block_len == 1:
+            return committed_len
         whole = whole_blocks(committed_len, block_len)
-        if block_len == 1 or whole <= self.prefill_len:
+        if whole <= self.prefill_len:
             return whole
         return max(whole_blocks(self.prefill_len, block_len), whole - block_len)
 

@@ -24,6 +24,7 @@ Writes `SchedulerState.transfers` and `SchedulerState.unsent`.
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 
 from aserve.messages.base import pack_i32
 from aserve.messages.results import SampleResult
@@ -43,13 +44,8 @@ def await_kv(state: SchedulerState, sequence: Sequence) -> None:
     cache.grow([sequence.allocation], [state.num_pages(sequence.tokens.num)])
     table, caps = state.table, state.spec.decode
     table.num_pages[sequence.row] = sequence.allocation.num_pages
-    step = plan_step(
-        table,
-        [sequence],
-        table.remaining[[sequence.row]],
-        iteration=state.next_iteration,
-        caps=caps,
-    )
+    rows = np.array([sequence.row])
+    step = plan_step(table, rows, table.remaining[rows], iteration=state.next_iteration, caps=caps)
     send(table, step, stamp=0)
     sequence.written_pages = 0  # the device knows nothing of it
     sequence.is_blocked = True

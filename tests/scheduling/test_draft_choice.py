@@ -177,7 +177,7 @@ class Simulation:
         self.num_tokens += sum(outputs)
         table.num_tokens[rows] += outputs
         counts = np.array(outputs, np.int32)
-        self.choice.note_results(table, rows.astype(np.int32), num_drafts, counts)
+        self.choice.note_results(table, rows, num_drafts, counts)
         if len(ended := rows[table.num_tokens[rows] >= self.answer_len]):
             self._enter(ended)
 
@@ -334,7 +334,7 @@ def test_rows_that_repeat_themselves_draft_and_others_try_nothing() -> None:
         choice.choose(table, rows, running)
     assert table.num_cut[rows].tolist() == [0, 7]
     running[1].tokens.outputs.append(9)
-    choice.note_results(table, rows.astype(np.int32), np.array([7, 0]), np.array([1, 1], np.int32))
+    choice.note_results(table, rows, np.array([7, 0]), np.array([1, 1], np.int32))
     choice.choose(table, rows, running)  # at once, because the drafts were rejected
     assert table.num_cut[rows].tolist() == [7, 7]
 
@@ -362,7 +362,7 @@ class LookingRow:
         self.choice.note_launch(table, step, StepStats())
         self.log.outputs.append(token)
         num_outputs = np.array([8 if self.answers and num_drafts else 1], np.int32)
-        self.choice.note_results(table, rows.astype(np.int32), num_drafts, num_outputs)
+        self.choice.note_results(table, rows, num_drafts, num_outputs)
         return int(num_drafts[0])
 
 

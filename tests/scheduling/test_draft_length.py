@@ -38,7 +38,7 @@ def test_drafts_that_pay_go_on_for_ever_and_a_row_that_recovers_drafts_at_once()
 
 def test_other_rows_and_decodes_without_drafts_do_not_count() -> None:
     table = RowTable(3)
-    rows = np.array([1, 2], np.int32)
+    rows = np.array([1, 2])
     for _ in range(3):
         note_windows(table, rows, np.array([4, 0]), np.array([1, 1], np.int32))
     assert is_drafting(table, np.array([1, 2, 3])).tolist() == [False, True, True]

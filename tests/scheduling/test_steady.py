@@ -1,0 +1,98 @@
+"""A step that repeats the last one, beside the same step chosen and built anew."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import pytest
+
+from aserve.bench.step_driver import result_of
+from aserve.errors import StepError
+from aserve.messages.changes import ChangeSettings
+from aserve.messages.executor import EngineSpec, SchedulerEffect, SchedulerEvent
+from aserve.messages.output import Retired
+from aserve.messages.requests import Cancel
+from aserve.messages.results import StepFailed
+from aserve.messages.step import Launch, ScheduleBatch
+from aserve.scheduling import scheduler as scheduler_module
+from aserve.scheduling.scheduler import Scheduler
+from tests.scheduling.stage import Stage, request, result, rows, spec
+
+
+class Run:
+    """Requests that come and end by chance, with a device that answers at once."""
+
+    def __init__(self, engine: EngineSpec) -> None:
+        self._scheduler = Scheduler(engine, debug_checks=True)
+        self._numbers = np.random.default_rng(7)
+        self._in_flight: deque[ScheduleBatch] = deque()
+        self._num_requests = 0
+        self.effects: list[list[SchedulerEffect]] = []
+        self.num_repeated = 0
+
+    def play(self, num_ticks: int, *, num_requests: int) -> Run:
+        events: list[SchedulerEvent] = [self._arrival() for _ in range(num_requests)]
+        for tick in range(num_ticks):
+            if self._in_flight:
+                events.append(result_of(self._in_flight.popleft(), vocab_size=100))
+            effects = self._scheduler.step(events)
+            events = [self._arrival() for each in effects if isinstance(each, Retired)]
+            if tick % 29 == 28:
+                name = str(self._num_requests - 1)
+                events.append(Cancel(name, child=None, reason="cancelled", kept=0))
+            self._note(effects)
+        return self
+
+    def _note(self, effects: list[SchedulerEffect]) -> None:
+        self.effects.append(effects)
+        state = self._scheduler.state
+        for effect in effects:
+            if isinstance(effect, Launch):
+                self._in_flight.extend(effect.batches)
+                known = state.repeat
+                step = state.steps[effect.batches[0].iteration]
+                self.num_repeated += known is not None and step.query_lens is known.step.query_lens
+
+    def _arrival(self) -> SchedulerEvent:
+        self._num_requests += 1
+        prompt = self._numbers.integers(100, size=int(self._numbers.integers(1, 12))).tolist()
+        num_outputs = int(self._numbers.integers(1, 60))
+        client = "ab"[self._num_requests % 2]
+        return request(str(self._num_requests), prompt, max_tokens=num_outputs, client=client)
+
+
+@pytest.mark.parametrize("pace", [(1, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize(("num_pages", "num_requests"), [(200, 4), (200, 3), (40, 5), (200, 1)])
+def test_a_repeated_step_is_what_would_be_chosen_anew(
+    monkeypatch: pytest.MonkeyPatch, pace: tuple[int, int], num_pages: int, num_requests: int
+) -> None:
+    engine = spec(depth=pace[0], lead=pace[1], num_pages=num_pages)
+    repeats = Run(engine).play(110, num_requests=num_requests)
+    monkeypatch.setattr(scheduler_module, "repeat_step", lambda _state: False)
+    chosen = Run(engine).play(110, num_requests=num_requests)
+    assert repeats.effects == chosen.effects
+    assert chosen.num_repeated == 0
+    is_pipeline = pace[1] < pace[0] and num_requests > 1
+    assert (repeats.num_repeated > 5) == (not is_pipeline and num_requests < 5)
+
+
+def test_a_row_that_the_device_has_forgotten_is_sent_to_it_again() -> None:
+    stage = Stage(spec())
+    stage.play(request("a", [1, 2, 3], max_tokens=1))
+    stage.play(request("b", [4]))
+    stage.play(Cancel("a", child=None, kept=0, reason="cancelled"))
+    stage.play(StepFailed(1, StepError("the device is tired").info()))
+    assert [[init.row for init in batch.row_inits] for batch in stage.batches] == [[2], []]
+
+
+def test_changed_settings_hold_for_the_next_step() -> None:
+    stage = Stage(spec(depth=1, lead=1))
+    stage.play(*(request(name, [ord(name)], max_tokens=60) for name in "abc"))
+    sampled = {1: [9], 2: [9], 3: [9]}
+    for iteration in range(1, 4):
+        stage.play(result(iteration, sampled))
+        assert [rows(batch) for batch in stage.batches] == [[1, 2, 3]]
+    stage.play(ChangeSettings(4, 2, None, "info"))
+    stage.play(result(4, sampled))
+    assert [rows(batch) for batch in stage.batches] == [[1, 2]]
