@@ -4,8 +4,7 @@
 
 WHY: cuBLAS chooses its tiles, and whether to split the sum over `in` (split-K), by the number of
 tokens, so a token's sum is rounded differently in different batches. Here the tile sizes and the
-order of the sum follow from the shape of the weight alone. The order of the tiles is Triton's
-grouped order (its matrix multiplication tutorial), which reuses weights from the L2 cache.
+order of the sum follow from the shape of the weight alone.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from aserve_kernels.dot import dot_add
+from aserve_kernels.tile_order import tile_at
 
 BLOCK_M = 64  # tokens: the least M of Hopper's warpgroup products (wgmma)
-GROUP_M = 8  # tiles of tokens that read the same weights one after the other
 # NOTE: not measured. Decode wants a program for every SM, prefill wants wide tiles.
 WIDE_FROM = 16 << 10  # outputs from which tiles are wide
 
@@ -39,7 +38,6 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
         BLOCK_M=BLOCK_M,
         BLOCK_N=block_n,
         BLOCK_K=64 if is_16_bit else 32,
-        GROUP_M=GROUP_M,
         num_warps=4,
         num_stages=4 if is_16_bit else 2,
     )  # fmt: skip
@@ -58,16 +56,13 @@ def _multiply(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor | None, out: tl.tensor,
     num_tokens: int, x_stride: int,
     NUM_OUTPUTS: tl.constexpr, NUM_INPUTS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program computes one [BLOCK_M tokens, BLOCK_N outputs] tile."""
-    tile = tl.program_id(0)
-    num_out_tiles: tl.constexpr = (NUM_OUTPUTS + BLOCK_N - 1) // BLOCK_N
-    group = tile // (GROUP_M * num_out_tiles)
-    group_size = tl.minimum(tl.cdiv(num_tokens, BLOCK_M) - group * GROUP_M, GROUP_M)
-    in_group = tile % (GROUP_M * num_out_tiles)
-    tokens = (group * GROUP_M + in_group % group_size) * BLOCK_M + tl.arange(0, BLOCK_M)
-    outputs = in_group // group_size * BLOCK_N + tl.arange(0, BLOCK_N)
+    num_blocks: tl.constexpr = (NUM_OUTPUTS + BLOCK_N - 1) // BLOCK_N
+    token_block, output_block = tile_at(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_M), num_blocks)
+    tokens = token_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    outputs = output_block * BLOCK_N + tl.arange(0, BLOCK_N)
     has_token = (tokens < num_tokens)[:, None]
     has_output = outputs < NUM_OUTPUTS
     inputs = tl.arange(0, BLOCK_K)

@@ -32,6 +32,7 @@ from aserve.gpu.step.resolve import DeviceState, DeviceStep
 from aserve.gpu.transfer.staging import HostArrays
 from aserve_kernels import bitmask
 from aserve_kernels.copy_rows import copy_rows
+from aserve_kernels.fp8_linear import GROUP, fp8_linear, quantize_rows
 from aserve_kernels.gated_mul import KINDS, gated_mul
 from aserve_kernels.grouped_linear import grouped_linear
 from aserve_kernels.index_scores import index_scores
@@ -52,6 +53,7 @@ from aserve_kernels.rms_norm import add_rms_norm, rms_norm
 from aserve_kernels.rope_and_store_kv import rope_and_store_kv
 from aserve_kernels.row_columns import FLOAT_COLUMNS, INT_COLUMNS
 from aserve_kernels.sample import sample
+from aserve_kernels.weight_only_linear import FEW_TOKENS, CodedMatrix, weight_only_linear
 from tests.gpu.device_tables import make_tables, to_device
 from tests.kernels import paged_case
 from tests.kernels.lora_case import Shape, draw_case
@@ -59,7 +61,10 @@ from tests.kernels.lora_case import Shape, draw_case
 AMPERE, HOPPER = 80, 90
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 # Kernels whose loop over tiles must be software-pipelined with asynchronous copies (cp.async).
-PIPELINED = ("_attend_splits", "_attend_latents", "_attend_blocks", "_multiply")
+PIPELINED = (
+    *("_attend_splits", "_attend_latents", "_attend_blocks", "_multiply"),
+    *("_multiply_codes", "_multiply_fp8"),
+)
 # Rows, and tokens of each row.
 STEPS = [(1, 1), (1, 2), (2, 1), (3, 1), (4, 1), (5, 3), (16, 1), (3, 16), (17, 5), (32, 1)]
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, VOCAB = 6, 2, 64, 5000
@@ -159,6 +164,36 @@ def call_invariant_linear(num_outs: int) -> None:
     invariant_linear(zeros(2, 128), zeros(num_outs, 128), zeros(num_outs))
 
 
+def coded_matrix(dtype: torch.dtype, *, group: int, rows: int = 1) -> CodedMatrix:
+    """A weight [256, 512], of 4 bits if dtype is uint8."""
+    is_4_bits = dtype == torch.uint8
+    codes = zeros(256, 256 if is_4_bits else 512, dtype=dtype)
+    scales = zeros(512 // group, 256 // rows, dtype=torch.float32)
+    return CodedMatrix(codes, scales, scales if is_4_bits else None, 512, group, rows)
+
+
+def call_weight_only_linear() -> None:
+    """Few tokens with a split sum, many in tiles: blocks of fp8, int8, and groups of 4 bits."""
+    weights = (
+        coded_matrix(FP8, group=128, rows=128),
+        coded_matrix(torch.int8, group=512),
+        coded_matrix(torch.uint8, group=128),
+        coded_matrix(torch.uint8, group=32),
+    )
+    for weight in weights:
+        for num_tokens in (2, FEW_TOKENS + 1):
+            weight_only_linear(zeros(num_tokens, 512), weight, zeros(256))
+
+
+def call_fp8_linear() -> None:
+    """Blocks, and one scale per token and output, given or not."""
+    x = zeros(32, 512)
+    fp8_linear(quantize_rows(x, GROUP), coded_matrix(FP8, group=128, rows=128), None, dtype=BF16)
+    for given in (None, zeros(1, dtype=torch.float32)):
+        rows = quantize_rows(x, 512, given)
+        fp8_linear(rows, coded_matrix(FP8, group=512), zeros(256), dtype=BF16)
+
+
 def call_paged(**changes: object) -> None:
     rows = ((1, 70), (40, 90))
     case = paged_case.Case(rows, heads=(16, 4), head_dim=128, dtype=BF16)
@@ -254,6 +289,7 @@ PRODUCTS: tuple[Callable[[], object], ...] = (
     call_index_scores,
     lambda: call_invariant_linear(300),
     call_grouped_linear,
+    call_weight_only_linear,
 )
 # Kernels and variants that no step in STEPS launches.
 OTHERS: tuple[Callable[[], object], ...] = (
@@ -270,6 +306,7 @@ OTHERS: tuple[Callable[[], object], ...] = (
     lambda: call_latent_decode(kv_dtype=FP8),
     lambda: call_latent_decode(fixed_split=1024),
     lambda: call_invariant_linear(WIDE_FROM),
+    call_fp8_linear,
     *(partial(gated_mul, zeros(2, 600), kind) for kind in KINDS),
     lambda: call_rope_and_store_kv(BF16),
     lambda: call_rope_and_store_kv(FP8),
