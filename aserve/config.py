@@ -75,9 +75,9 @@ class ModelOptions:
     )
     quantization: str | None = option(
         None,
-        "rounds the weights of linear layers while they are loaded: int8 to a byte each, int4 to "
-        "half a byte, with a scale for each 128",
-        Limits(choices=("int8", "int4")),
+        "rounds the weights of linear layers while they are loaded: int8, and fp8 on CUDA, to a "
+        "byte each, int4 to half a byte, with a scale for each 128",
+        Limits(choices=("int8", "int4", "fp8")),
     )
     max_model_len: int | None = option(
         None,

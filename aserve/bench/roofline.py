@@ -21,7 +21,7 @@ class Roofline:
     """Compares a measured step with the machine's bandwidth and matrix rate."""
 
     parameters: Parameters
-    weight_bits: int
+    weight_bits: float
     limits: MachineLimits
 
     def __str__(self) -> str:

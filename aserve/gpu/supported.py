@@ -25,8 +25,9 @@ FALLBACK = (
     "start; others are refused with the reason. Code in a model directory is never run."
 )
 CHECKPOINTS = (
-    "Checkpoints in fp8 with a scale per block, of AWQ, GPTQ and compressed-tensors with 4 bits, "
-    "and experts in MXFP4 are read; others that are quantized are refused."
+    "Checkpoints in fp8 with scales per block, row or tensor (also of compressed-tensors), of AWQ, "
+    "GPTQ and compressed-tensors with 4 bits, and experts in MXFP4 are read; others that are "
+    "quantized are refused."
 )
 
 
@@ -47,7 +48,7 @@ def _formats() -> str:
         return f"{choices} by {options[name].flag}"
 
     return (
-        f"Weights: {values('dtype')}; {values('quantization')} on the CPU. "
+        f"Weights: {values('dtype')}; {values('quantization')} on CUDA and, but for fp8, the CPU. "
         f"KV: the model's dtype; {values('kv_cache_dtype')}."
     )
 

@@ -66,17 +66,18 @@ def block_of(num_inputs: int, group: int) -> int | None:
 
 def pack_4_bits(codes: Tensor, block: int) -> Tensor:
     """codes int8 [out, in] from -8 to 7 -> uint8 [out, padded in / 2]."""
-    num_blocks = triton.cdiv(codes.shape[1], block)
+    num_blocks: int = triton.cdiv(codes.shape[1], block)
     padded = functional.pad(codes + 8, (0, num_blocks * block - codes.shape[1]))
     low, high = padded.to(torch.uint8).unflatten(1, (num_blocks, 2, -1)).unbind(2)
-    return (low | high << 4).flatten(1)
+    packed: Tensor = low + 16 * high
+    return packed.flatten(1)
 
 
 def unpack_4_bits(packed: Tensor, num_inputs: int, block: int) -> Tensor:
     """The inverse of pack_4_bits."""
     halves = packed.unflatten(1, (-1, block // 2))
-    values = torch.stack((halves & 15, halves >> 4), dim=2).flatten(1)
-    return values[:, :num_inputs].to(torch.int8) - 8
+    values: Tensor = torch.stack((halves & 15, halves >> 4), dim=2).flatten(1).to(torch.int8)
+    return values[:, :num_inputs] - 8
 
 
 def weight_only_linear(

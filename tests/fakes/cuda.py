@@ -157,6 +157,7 @@ class FakeCuda:
         self.about = "no GPU"
         self.torch_device = META
         self.has_bfloat16 = True
+        self.has_fp8 = True
         self.lock = threading.RLock()
         self.hazards: list[str] = []
         self.num_synchronised = 0

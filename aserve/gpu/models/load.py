@@ -20,9 +20,9 @@ from aserve.gpu.models.config.model import (
     ModelConfig,
     architecture_of,
     parse_config,
-    quantization_of,
     read_fields,
 )
+from aserve.gpu.models.config.quantization import quantization_of
 from aserve.gpu.models.pooled_families import EncoderFamily, PooledDecoderFamily
 from aserve.gpu.models.registry import (
     FAMILIES,
@@ -37,8 +37,8 @@ from aserve.gpu.models.stages import for_stage, stage_layers, without_others
 from aserve.gpu.models.transformers.loader import make_transformers_loader
 from aserve.gpu.weights.checkpoint import Checkpoint, Rename, as_stored
 from aserve.gpu.weights.dummy import DummyWeights
-from aserve.gpu.weights.int4 import INT4
 from aserve.gpu.weights.inventory import Inventory, check_fit
+from aserve.gpu.weights.quantized import stored_name
 from aserve.gpu.weights.read_ahead import ReadAhead
 from aserve.gpu.weights.reader import WeightReader
 from aserve.gpu.weights.renamed import older_name
@@ -62,7 +62,7 @@ class NativeLoader:
 
     @property
     def stored_quantization(self) -> str | None:
-        return INT4 if isinstance(quantization_of(self.config.fields), str) else None
+        return stored_name(quantization_of(self.config.fields))
 
     @property
     def num_weights(self) -> int:
@@ -82,7 +82,7 @@ class NativeLoader:
         size_bytes, dtype = inventory.size_bytes, plan.dtype
         progress = LoadProgress(size_bytes, dtype=dtype, on_progress=plan.on_progress)
         if plan.is_dummy:
-            target.check_room(size_bytes, dtype)
+            target.check_room(inventory.held_bytes(target.bits), dtype)
             dummy = DummyWeights(target, dtype=dtype, progress=progress)
             return build(config, target.wrapped(dummy), max_model_len=context_len)
         with Checkpoint(
@@ -93,7 +93,7 @@ class NativeLoader:
             quantization=quantization_of(config.fields),
         ) as checkpoint:
             check_fit(inventory, checkpoint)
-            target.check_room(size_bytes, dtype)
+            target.check_room(inventory.held_bytes(target.bits, checkpoint.is_quantized), dtype)
             reader = WeightReader(checkpoint, target, dtype=dtype, progress=progress)
             with ReadAhead(checkpoint.paths):
                 return build(config, target.wrapped(reader), max_model_len=context_len)

@@ -25,7 +25,8 @@ from aserve.gpu.models.config.layer_types import (
     periodic_windows,
     switched_windows,
 )
-from aserve.gpu.models.config.model import ModelConfig, parse_config, quantization_of, read_fields
+from aserve.gpu.models.config.model import ModelConfig, parse_config, read_fields
+from aserve.gpu.models.config.quantization import quantization_of
 from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.models.ngram_embedding import NgramModel
 from aserve.gpu.moe.shortcut_decoder import ShortcutDecoder
@@ -96,7 +97,8 @@ def load_draft_model(
         inventory = Inventory(plan.dtype)
         build(DraftWeights(inventory, names))
         check_fit(inventory, checkpoint)
-        target.check_room(inventory.size_bytes, plan.dtype)
+        held_bytes = inventory.held_bytes(target.bits, checkpoint.is_quantized)
+        target.check_room(held_bytes, plan.dtype)
         progress = LoadProgress(
             inventory.size_bytes, dtype=plan.dtype, on_progress=plan.on_progress
         )

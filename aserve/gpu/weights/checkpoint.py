@@ -1,11 +1,8 @@
 """Reads the safetensors files of a model directory: a single file, or several with an index.
 
 Names, shapes and dtypes come from the files' headers; values are read one tensor at a time. Linear
-layers may be stored in fp8 with one scale per block, the tensor `NAME_scale_inv` (DeepSeek-V3):
-
-    w[i, j] = element[i, j] * scale[i // rows, j // columns]        in float32
-
-Tensors in MXFP4 (`mxfp4.py`) are read as bfloat16, and layers of 4 bits (`int4.py`) as float32.
+layers in fp8 (`fp8.py`) and of 4 bits (`int4.py`) are read as float32, or as they are where the
+reader asks for that. Tensors in MXFP4 (`mxfp4.py`) are read as bfloat16.
 """
 
 from __future__ import annotations
@@ -23,13 +20,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from aserve.errors import ConfigError
-from aserve.gpu.weights import int4, mxfp4
+from aserve.gpu.weights import fp8, int4, mxfp4
+from aserve.gpu.weights.quantized import Quantization, QuantizedWeight
 
 CPU = torch.device("cpu")
-Block: TypeAlias = tuple[int, int]  # rows and columns of a block of fp8 with one scale
-Quantization: TypeAlias = Block | int4.Method  # of linear layers
-FP8 = "F8_E4M3"
-SCALES = "_scale_inv"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES: Mapping[str, torch.dtype] = {
@@ -49,6 +43,14 @@ class StoredTensor(msgspec.Struct, frozen=True):
     dtype: str  # the format's name for it: F32, BF16, I8, ...
 
 
+class _Fp8Parts(msgspec.Struct, frozen=True):
+    """What belongs to a weight in fp8."""
+
+    block: fp8.Block
+    scales: StoredTensor
+    input_scale: StoredTensor | None
+
+
 Rename: TypeAlias = Callable[[str], str | None]
 
 
@@ -61,12 +63,11 @@ class Checkpoint:
 
     `rename` maps the names in the files to those by which the tensors are known here; None leaves a
     tensor out. The tensors of the files `updates` take the place of those of the directory, and of
-    those of earlier ones. Weights that are quantized as `quantization` says, or in MXFP4, are
-    widened.
+    those of earlier ones. `quantization` says how weights are quantized, if not in MXFP4.
     """
 
     __slots__ = (
-        *("_block", "_coded", "_device", "_files", "_method", "_mxfp4", "_rename", "_scales"),
+        *("_coded", "_device", "_files", "_fp8", "_method", "_mxfp4", "_rename", "_scales"),
         *("_stack", "_updates"),
         *("directory", "tensors"),
     )
@@ -80,10 +81,10 @@ class Checkpoint:
         updates: Sequence[Path] = (),
         quantization: Quantization | None = None,
     ) -> None:
-        self._block = quantization if isinstance(quantization, tuple) else None
+        self._fp8 = quantization if isinstance(quantization, fp8.Fp8) else None
         self._method = quantization if isinstance(quantization, str) else None
         self._coded: dict[str, Mapping[str, StoredTensor]] = {}  # parts, by their weights' names
-        self._scales: dict[str, StoredTensor] = {}  # by the names of their weights
+        self._scales: dict[str, _Fp8Parts] = {}  # by the names of their weights
         self._mxfp4: dict[str, StoredTensor] = {}  # scales, by the names of their weights
         self.directory = directory
         self._device = device
@@ -105,7 +106,7 @@ class Checkpoint:
             for path in self._updates:
                 self._files[str(path)] = stack.enter_context(_open(path, self._device))
                 self._note_tensors(str(path), replaces=True)
-            self._take_scales()
+            self._take_fp8()
             self._take_mxfp4()
             self._take_coded()
             self._stack = stack.pop_all()
@@ -127,36 +128,48 @@ class Checkpoint:
         """Returns the tensor in the checkpoint's dtype. On the CPU it may share memory with the
         file: copy it before the checkpoint closes.
         """
-        if name in self._coded:
-            weight, places = self._read_coded(name)
-            return weight.widened()[:, places]
-        with self._explained(name) as file:
-            stored = file.get_tensor(self.tensors[name].name)
-            if (scales := self._mxfp4.get(name)) is not None:
-                return mxfp4.widened(stored, self._values(scales))
-            return self._widened(name, stored, tuple(slice(0, size) for size in stored.shape))
+        return self.read_part(name, fp8.whole(self.tensors[name].shape))
 
     def read_part(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """Reads the elements tensor[part] alone."""
-        if name in self._mxfp4 or name in self._coded:
-            return self.read(name)[part]
-        with self._explained(name) as file:
-            return self._widened(name, file.get_slice(self.tensors[name].name)[part], part)
+        if name in self._coded:
+            weight, places = self._read_coded(name)
+            return weight.widened()[:, places][part]
+        if (scales := self._mxfp4.get(name)) is not None:
+            with self._explained(name) as file:
+                blocks = file.get_tensor(self.tensors[name].name)
+                return mxfp4.widened(blocks, self._values(scales))[part]
+        stored = self._read_stored(name, part)
+        return self._fp8_scales(name).widened(stored, part) if name in self._scales else stored
 
-    def read_codes(self, name: str) -> int4.CodedWeight | None:
-        """Returns a weight of 4 bits as it is; None for any other, or if its inputs are not in the
-        order of their groups."""
+    def is_quantized(self, name: str) -> bool:
+        """Says whether a device may keep this weight as it is stored."""
+        return name in self._coded or name in self._scales
+
+    def read_quantized(self, name: str, part: tuple[slice, ...]) -> QuantizedWeight | None:
+        """Returns these elements of a weight in fp8 or of 4 bits as they are stored. None for any
+        other weight, where they cut a block or group, and if inputs are not in the order of their
+        groups."""
+        if name in self._scales:
+            return self._fp8_scales(name).weight(self._read_stored(name, part), part)
         if name not in self._coded:
             return None
         weight, places = self._read_coded(name)
-        return weight if torch.equal(places, torch.arange(len(places))) else None
+        in_order = torch.arange(len(places), device=places.device)
+        return weight.part(part) if torch.equal(places, in_order) else None
+
+    def _read_stored(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        stored = self.tensors[name]
+        with self._explained(name) as file:
+            is_whole = part == fp8.whole(stored.shape)
+            return file.get_tensor(stored.name) if is_whole else file.get_slice(stored.name)[part]
 
     def _read_coded(self, name: str) -> tuple[int4.CodedWeight, Tensor]:
         assert self._method is not None
         parts = self._coded[name]
 
         def read(suffix: str) -> Tensor | None:
-            return self._values(parts[suffix]).to(CPU) if suffix in parts else None
+            return self._values(parts[suffix]) if suffix in parts else None
 
         try:
             with self._explained(name):
@@ -164,10 +177,14 @@ class Checkpoint:
         except ConfigError as error:
             raise ConfigError(f"{self.directory}: {name}: {error}") from error
 
-    def _widened(self, name: str, stored: Tensor, part: tuple[slice, ...]) -> Tensor:
-        if name not in self._scales or self._block is None:
-            return stored
-        return _widened(stored, self._values(self._scales[name]), part, self._block)
+    def _fp8_scales(self, name: str) -> fp8.Fp8Scales:
+        parts = self._scales[name]
+        with self._explained(name):
+            input_scale = None if parts.input_scale is None else self._values(parts.input_scale)
+            rows, columns = self.tensors[name].shape
+            return fp8.Fp8Scales(
+                (rows, columns), parts.block, self._values(parts.scales), input_scale
+            )
 
     def _values(self, stored: StoredTensor) -> Tensor:
         return self._files[stored.file_name].get_tensor(stored.name)
@@ -197,25 +214,27 @@ class Checkpoint:
             shape, dtype = tuple(part.get_shape()), part.get_dtype()
             self.tensors[name] = StoredTensor(file_name, stored_name, shape, dtype)
 
-    def _take_scales(self) -> None:
+    def _take_fp8(self) -> None:
         """Removes the scales of fp8 weights from the tensors, and names the dtype that is read."""
-        if self._block is None:
+        if self._fp8 is None:
             return
-        found = [name for name in self.tensors if name.endswith(SCALES)]
-        for weight, scales in (
-            (name.removesuffix(SCALES), self.tensors.pop(name)) for name in found
-        ):
-            stored = self.tensors.get(weight)
-            if stored is None or stored.dtype != FP8:
+        weights = [name for name, stored in self.tensors.items() if stored.dtype == fp8.NAME]
+        for weight in weights:
+            found = [self.tensors.pop(f"{weight}{suffix}", None) for suffix in fp8.SCALES]
+            scales = next((each for each in found if each is not None), None)
+            layer = weight.removesuffix(fp8.WEIGHT)
+            input_scale = self.tensors.pop(f"{layer}{fp8.INPUT_SCALE}", None)
+            if scales is None:
                 continue
-            shape = tuple(-(-n // size) for n, size in zip(stored.shape, self._block, strict=False))
-            if scales.shape != shape:
-                raise ConfigError(
-                    f"{self.directory}: {weight}{SCALES} has the shape {scales.shape}; expected "
-                    f"{shape}, one scale per block of {self._block}"
-                )
-            self._scales[weight] = scales
+            stored = self.tensors[weight]
+            try:
+                block = fp8.block_of(stored.shape, scales.shape, self._fp8.block)
+            except ConfigError as error:
+                raise ConfigError(f"{self.directory}: {scales.name} {error}") from error
+            self._scales[weight] = _Fp8Parts(block, scales, input_scale)
             self.tensors[weight] = msgspec.structs.replace(stored, dtype="F32")
+        for name in [name for name in self.tensors if name.endswith(fp8.SCALES[0])]:
+            self.tensors.pop(name)  # of a weight that is not in fp8, or not read
 
     def _take_mxfp4(self) -> None:
         """Puts one tensor in the place of each pair of blocks and scales."""
@@ -268,16 +287,6 @@ class Checkpoint:
         if name is None:
             return True
         return name in self.tensors and self.tensors[name].file_name == file_name
-
-
-def _widened(stored: Tensor, scales: Tensor, part: tuple[slice, ...], block: Block) -> Tensor:
-    """stored [rows, columns], the elements `part` of a weight, and the scales of the whole weight
-    -> float32 [rows, columns]."""
-    rows, columns = (
-        torch.arange(own.start, own.stop, device=scales.device) // size
-        for own, size in zip(part, block, strict=True)
-    )
-    return stored.to(torch.float32) * scales.to(torch.float32)[rows][:, columns]
 
 
 class _Slice(Protocol):

@@ -47,12 +47,13 @@ class WeightFormat:
     prepare: Prepare  # makes the linear layers
     about: str  # the choice and its reason in a few words, for the log
     prepare_grouped: PrepareGrouped = linear_per_expert  # makes the layers of experts
-    stored_bits: int | None = None  # per weight; None: those of `dtype`
+    stored_bits: float | None = None  # per weight of any linear layer; None: those of `dtype`
+    kept_bits: float | None = None  # per weight of layers that stay quantized as they are stored
     max_threads: int | None = None  # more threads than this make a step no faster; None: unknown
     max_mixed_prefill_tokens: int | None = None  # prefill cap of a mixed step; None: no cap
 
     @property
-    def weight_bits(self) -> int:
+    def weight_bits(self) -> float:
         return self.stored_bits or 8 * self.dtype.itemsize
 
 

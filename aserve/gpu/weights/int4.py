@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from aserve.errors import ConfigError
-from aserve.gpu.layers.linear import Linear
 
 Method = Literal["awq", "gptq", "gptq_v2", "compressed-tensors"]
 Shape = tuple[int, ...]
@@ -42,11 +41,12 @@ MIDDLE = 8  # the zero of symmetric weights; codes are values less this
 
 @dataclass(frozen=True, slots=True)
 class CodedWeight:
-    """A weight of 4 bits: scales * codes + offsets, of groups of neighbouring inputs."""
+    """A weight of 4 or 8 bits: scales * codes + offsets, of groups of neighbouring inputs."""
 
-    codes: Tensor  # int8 [out, in], from -8 to 7
+    codes: Tensor  # int8 [out, in]; those of 4 bits are from -8 to 7
     scales: Tensor  # float32 [out, groups]
-    offsets: Tensor  # float32 [out, groups]
+    offsets: Tensor  # float32 [out, groups], or [out, 0]: there are none
+    bits: int = BITS
 
     @property
     def group(self) -> int:
@@ -56,18 +56,18 @@ class CodedWeight:
     def widened(self) -> Tensor:
         """Returns the weight, float32 [out, in]."""
         groups = self.codes.view(len(self.codes), self.scales.shape[1], -1)
-        wide = groups * self.scales[:, :, None] + self.offsets[:, :, None]
-        return wide.flatten(1)
+        wide = groups * self.scales[:, :, None]
+        return (wide + self.offsets[:, :, None] if self.offsets.numel() else wide).flatten(1)
 
-
-class CodedLinear(Linear):
-    """A linear layer of 4 bits. A device that has no use for them takes the widened weight."""
-
-    __slots__ = ("coded",)
-
-    def __init__(self, coded: CodedWeight, bias: Tensor | None) -> None:
-        super().__init__(coded.widened(), bias)
-        self.coded = coded
+    def part(self, part: tuple[slice, ...]) -> CodedWeight | None:
+        """Returns these elements of the weight, or None where they cut a group."""
+        rows, columns = part
+        if columns.start % self.group or columns.stop % self.group:
+            return None
+        groups = slice(columns.start // self.group, columns.stop // self.group)
+        return CodedWeight(
+            self.codes[part].contiguous(), self.scales[rows, groups], self.offsets[rows, groups]
+        )
 
 
 def joined(parts: Sequence[CodedWeight]) -> CodedWeight | None:
@@ -75,7 +75,8 @@ def joined(parts: Sequence[CodedWeight]) -> CodedWeight | None:
     if len({part.scales.shape[1] for part in parts}) > 1:
         return None
     every = zip(*((part.codes, part.scales, part.offsets) for part in parts), strict=True)
-    return CodedWeight(*(torch.cat(tensors) for tensors in every))
+    codes, scales, offsets = map(torch.cat, every)
+    return CodedWeight(codes, scales, offsets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +134,15 @@ def read_coded(method: Method, read: Callable[[str], Tensor | None]) -> tuple[Co
     offsets = torch.zeros_like(wide) if zero is None else (MIDDLE - zero) * wide
     codes = (codes - MIDDLE).to(torch.int8)
     group_of = read(names.group_of)
-    order = torch.arange(codes.shape[1])
+    order = torch.arange(codes.shape[1], device=codes.device)
     if group_of is not None:
         numbers, order = torch.sort(group_of.long(), stable=True)
         num_groups = wide.shape[1]
-        if not torch.equal(numbers, torch.arange(len(order)) // (len(order) // num_groups)):
+        in_order = torch.arange(len(order), device=order.device) // (len(order) // num_groups)
+        if not torch.equal(numbers, in_order):
             raise ConfigError(f"{names.group_of} does not name {num_groups} groups of equal sizes")
     places = torch.empty_like(order)
-    places[order] = torch.arange(len(order))
+    places[order] = torch.arange(len(order), device=order.device)
     return CodedWeight(codes[:, order].contiguous(), wide, offsets), places
 
 
@@ -148,4 +150,4 @@ def _unpacked(words: Tensor, order: tuple[int, ...]) -> Tensor:
     """words int32 [rows, n] -> [rows, 8 n]: value j of a word goes to place order[j]."""
     shifts = torch.empty(PER_WORD, dtype=torch.int32)
     shifts[torch.tensor(order)] = BITS * torch.arange(PER_WORD, dtype=torch.int32)
-    return ((words[:, :, None] >> shifts) & 15).flatten(1)
+    return ((words[:, :, None] >> shifts.to(words.device)) & 15).flatten(1)

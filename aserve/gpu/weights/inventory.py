@@ -6,7 +6,7 @@ An `Inventory` is the weight source of a model's first build. It reads no values
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from aserve.gpu.layers.grouped_linear import GroupedLinearOp, linear_per_expert
 from aserve.gpu.layers.linear import Linear, LinearOp, prepare
 from aserve.gpu.layers.ops import PLAIN
 from aserve.gpu.weights.checkpoint import DTYPES, Checkpoint, listed
-from aserve.gpu.weights.source import WHOLE, Shard, expert_parts
+from aserve.gpu.weights.source import WHOLE, LinearBits, Shard, expert_parts
 
 # Some old checkpoints carry these tables, which follow from the configuration.
 DERIVED = ".rotary_emb.inv_freq"
@@ -26,7 +26,9 @@ class Inventory:
     """A `WeightSource` that gives out meta tensors and notes what was asked for."""
 
     __slots__ = (
+        "_linears",
         "_shard",
+        "_tied",
         "copies",
         "device",
         "dtype",
@@ -38,6 +40,8 @@ class Inventory:
 
     def __init__(self, dtype: torch.dtype, shard: Shard = WHOLE) -> None:
         self._shard = shard
+        self._linears: dict[str, int] = {}  # elements of weights of linear layers, by name
+        self._tied: dict[str, int] = {}  # of such layers with another layer's weight
         self.device = torch.device("meta")
         self.dtype = dtype
         self.elementwise = PLAIN
@@ -59,6 +63,7 @@ class Inventory:
     def linear(self, parts: Mapping[str, int], *, in_features: int, bias: bool) -> LinearOp:
         for name, num_rows in parts.items():
             self._note(f"{name}.weight", (num_rows, in_features))
+            self._linears[f"{name}.weight"] = num_rows * in_features
             if bias:
                 self._note(f"{name}.bias", (num_rows,))
         num_rows = sum(parts.values())
@@ -81,12 +86,26 @@ class Inventory:
     def tied_linear(self, name: str, weight: Tensor) -> LinearOp:
         copy = f"{name}.weight"
         self.copies[copy] = self._shard.whole_shape(copy, tuple(weight.shape))
+        self._tied[copy] = weight.numel()
         return Linear(weight)
 
     @property
     def size_bytes(self) -> int:
         """The size of this shard's weights in the model's dtype."""
         return self.num_weights * self.dtype.itemsize
+
+    def held_bytes(
+        self, bits: LinearBits, is_quantized: Callable[[str], bool] = lambda _name: False
+    ) -> int:
+        """Returns the size of this shard's weights on a device whose linear layers have `bits`. A
+        layer that is tied to another one has a copy of its own there if it has other bits."""
+        own_bits = 8 * self.dtype.itemsize
+        size_bits = float(self.num_weights * own_bits)
+        for name, size in self._linears.items():
+            found = bits.of(is_quantized=is_quantized(name))
+            size_bits += size * ((own_bits if found is None else found) - own_bits)
+        size_bits += sum(self._tied.values()) * (bits.every or 0)
+        return math.ceil(size_bits / 8)
 
     def _note(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self.shapes:

@@ -14,7 +14,8 @@ from aserve.errors import ConfigError
 from aserve.gpu.layers.grouped_linear import GroupedLinearOp
 from aserve.gpu.layers.linear import Linear, LinearOp
 from aserve.gpu.weights.checkpoint import Checkpoint
-from aserve.gpu.weights.int4 import CodedLinear, CodedWeight, joined
+from aserve.gpu.weights.fp8 import whole
+from aserve.gpu.weights.quantized import QuantizedLinear, QuantizedWeight, joined
 from aserve.gpu.weights.source import LoadProgress, Target, expert_parts, wide_dtype
 
 Shapes = Mapping[str, tuple[int, ...]]  # by the tensor's name
@@ -66,14 +67,13 @@ class WeightReader:
         shapes = _weight_shapes(parts, in_features)
         biases = {f"{name}.bias": (n,) for name, n in parts.items()}
         bias_values = self._read_rows(biases) if bias else None
-        coded = self._read_codes(shapes)
-        if coded is None:
+        stored = self._read_quantized(shapes)
+        if stored is None:
             linear = Linear(self._read_rows(shapes), bias_values)
         else:
-            linear = CodedLinear(coded, bias_values)
+            linear = QuantizedLinear(stored, bias_values)
         prepared = self._target.prepare(linear, self.device, dtype=self.dtype)
-        num_biases = 0 if linear.bias is None else linear.bias.numel()
-        self._progress.advance(linear.weight.numel() + num_biases)
+        self._progress.advance(sum(parts.values()) * (in_features + bias))
         return prepared
 
     def stacked(
@@ -103,20 +103,24 @@ class WeightReader:
         """
         return torch.cat([self._read(name, shape) for name, shape in shapes.items()])
 
-    def _read_codes(self, shapes: Shapes) -> CodedWeight | None:
-        """Returns the weights of a layer of 4 bits, joined; None for any other layer, and for a
-        part of one."""
-        stored = self._checkpoint.tensors
-        if any(stored[name].shape != shape for name, shape in shapes.items()):
-            return None
-        parts = [self._checkpoint.read_codes(name) for name in shapes]
-        whole = [part for part in parts if part is not None]
-        return joined(whole) if len(whole) == len(parts) else None
+    def _read_quantized(self, shapes: Shapes) -> QuantizedWeight | None:
+        """Returns the weights of a layer as they are stored, joined; None for a layer that is not
+        quantized, or that cannot be one weight."""
+        parts: list[QuantizedWeight] = []
+        for name, shape in shapes.items():
+            part = self._checkpoint.read_quantized(name, self._part(name, shape))
+            if part is None:
+                return None
+            parts.append(part)
+        return joined(parts)
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self._checkpoint.read_part(name, self._part(name, shape))
+
+    def _part(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
         if self._checkpoint.tensors[name].shape == shape:
-            return self._checkpoint.read(name)
-        return self._checkpoint.read_part(name, self._target.shard.part(name, shape))
+            return whole(shape)
+        return self._target.shard.part(name, shape)
 
     def _check_copy(self, name: str, weight: Tensor) -> None:
         stored = self._read(name, tuple(weight.shape))

@@ -242,6 +242,17 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
+class LinearBits:
+    """The bits per weight of linear layers on a device; None: those of the dtype."""
+
+    every: float | None = None  # of all layers
+    kept: float | None = None  # of those that stay quantized as the checkpoint has them
+
+    def of(self, *, is_quantized: bool) -> float | None:
+        return self.kept if is_quantized and self.kept is not None else self.every
+
+
+@dataclass(frozen=True, slots=True)
 class Target:
     """The device that a model is built for, and how its layers are made there."""
 
@@ -250,6 +261,7 @@ class Target:
     prepare: Prepare = prepare
     prepare_grouped: PrepareGrouped = linear_per_expert
     elementwise: Elementwise = PLAIN
+    bits: LinearBits = LinearBits()
     shard: Shard = WHOLE
     stage: Stage = ONE_STAGE
     divide: WrapSource = unwrapped  # adds the collectives of a rank

@@ -110,8 +110,12 @@ def test_what_is_absent_has_the_families_defaults() -> None:
         ({"text_config": 3}, "text_config is 3; expected an object"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
         (
-            {"quantization_config": {"quant_method": "fp8"}},
-            "expected none, mxfp4, fp8 with a weight_block_size",
+            {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}},
+            "expected none, mxfp4, fp8 (E4M3), awq",
+        ),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "format": "dense"}},
+            "in the formats pack-quantized of 4 bits or float-quantized",
         ),
         (
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},

@@ -9,9 +9,11 @@ import torch
 
 from aserve.errors import ConfigError
 from aserve.gpu.models.config.fields import Fields
-from aserve.gpu.models.config.model import parse_config, quantization_of
+from aserve.gpu.models.config.model import parse_config
+from aserve.gpu.models.config.quantization import quantization_of
 from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.models.registry import FAMILIES
+from aserve.gpu.weights.fp8 import Fp8
 from aserve.gpu.weights.inventory import Inventory
 from tests.gpu.device_tables import make_pools
 
@@ -158,7 +160,8 @@ def test_published_configurations_name_the_published_tensors(
     assert (layer.head_dim, layer.value_dim, layer.expanded_dim) == (576, 512, 256)
     assert (layer.index_dim, layer.index_top_k) == ((128, 2048) if fields is V32 else (0, 0))
     assert layer.scale == pytest.approx(scale, rel=1e-4)
-    assert quantization_of(Fields(fields, source="")) == (None if fields is V2_LITE else (128, 128))
+    stored = quantization_of(Fields(fields, source=""))
+    assert stored == (None if fields is V2_LITE else Fp8((128, 128)))
 
 
 def test_the_cache_holds_one_latent_for_a_token_in_each_layer() -> None:

@@ -15,7 +15,8 @@ from torch import Tensor
 from aserve.gpu.device.cpu.linear import linear_per_expert, prepare_packed
 from aserve.gpu.layers.grouped_linear import GroupedLinearOp, Groups
 from aserve.gpu.layers.linear import Linear, LinearOp, Prepare
-from aserve.gpu.weights.int4 import BITS, CodedLinear
+from aserve.gpu.weights.int4 import BITS, CodedWeight
+from aserve.gpu.weights.quantized import QuantizedLinear, rounded
 from aserve_kernels.cpu.bf16 import Floats
 from aserve_kernels.cpu.gemm import (
     compile_grouped_linear,
@@ -24,7 +25,7 @@ from aserve_kernels.cpu.gemm import (
     packed_grouped_linear,
     packed_linear,
 )
-from aserve_kernels.cpu.quant_codes import CODES_PER_WORD, SMALLEST
+from aserve_kernels.cpu.quant_codes import CODES_PER_WORD
 from aserve_kernels.cpu.quant_linear import (
     QuantWeight,
     compile_quant_linear,
@@ -88,12 +89,6 @@ def prepare_experts(weights: Tensor, biases: Tensor | None, prepare: Prepare, /)
     return TiledExperts(tiled)
 
 
-INT8_MAX = 127
-INT4_MAX = 15  # of unsigned codes
-GROUP = 128  # inputs that share a scale and an offset of 4 bits
-PART = 4096  # outputs that are rounded at a time, which bounds the float32 copy
-
-
 class QuantLinear:
     """y = x W^T + b with weights of 8 bits, and a scale for each output, or of 4 bits, and a scale
     and an offset for each group of inputs. The fused decoder reads them too."""
@@ -117,35 +112,12 @@ class QuantLinear:
         cls, weight: Tensor, bias: Tensor | None, *, bits: int = 8, num_workers: int = 1
     ) -> QuantLinear:
         """weight [out, in], of any floating dtype; bias [out], in the model's dtype."""
-        round_part = rounded_to_8_bits if bits == 8 else rounded_to_4_bits
-        parts = [round_part(weight[at : at + PART].float()) for at in range(0, len(weight), PART)]
-        codes, scales, offsets = (torch.cat(values) for values in zip(*parts, strict=True))
-        packed = pack_quantized(codes, scales, offsets, bias, bits=bits)
+        coded = rounded(weight, bits)
+        packed = pack_quantized(coded.codes, coded.scales, coded.offsets, bias, bits=bits)
         return cls(packed, num_workers=num_workers)
 
     def __call__(self, x: Tensor, /) -> Tensor:
         return quant_linear(x, self.weight, num_workers=self.num_workers)
-
-
-def rounded_to_8_bits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """weight float32 [out, in] -> codes int8 [out, in], scales [out, 1], max|w| / 127, and no
-    offsets [out, 0]."""
-    largest = weight.abs().amax(dim=1, keepdim=True)
-    scales = torch.where(largest > 0, largest / INT8_MAX, 1)
-    return (weight / scales).round_().to(torch.int8), scales, scales[:, :0]
-
-
-def rounded_to_4_bits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """weight float32 [out, in] -> codes int8 [out, in] from -8 to 7, scales and offsets
-    [out, groups], which span the weights of each group. A layer whose inputs are no whole groups
-    has one group."""
-    num_in = weight.shape[1]
-    groups = weight.unflatten(1, (-1, num_in if num_in % GROUP else GROUP))
-    low, high = groups.aminmax(dim=2, keepdim=True)
-    scales = torch.where(high > low, (high - low) / INT4_MAX, 1)
-    codes = ((groups - low) / scales).round_().clamp_(0, INT4_MAX) + SMALLEST
-    offsets = low - SMALLEST * scales
-    return codes.flatten(1).to(torch.int8), scales.squeeze(2), offsets.squeeze(2)
 
 
 def prepare_quantized(bits: int) -> Prepare:
@@ -164,11 +136,11 @@ def with_codes(others: Prepare) -> Prepare:
     """Returns a `Prepare` that keeps the codes of layers of 4 bits as they are."""
 
     def prepare(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
-        if not isinstance(linear, CodedLinear) or linear.coded.group % CODES_PER_WORD:
+        coded = linear.stored if isinstance(linear, QuantizedLinear) else None
+        if not isinstance(coded, CodedWeight) or coded.group % CODES_PER_WORD:
             return others(linear, device, dtype=dtype)
         num_workers = torch.get_num_threads()
         compile_quant_linear(dtype, num_workers, bits=BITS)
-        coded = linear.coded
         packed = pack_quantized(coded.codes, coded.scales, coded.offsets, linear.bias, bits=BITS)
         return QuantLinear(packed, num_workers=num_workers)
 

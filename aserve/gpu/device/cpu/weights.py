@@ -22,6 +22,7 @@ from aserve.gpu.device.cpu.linear import (
 )
 from aserve.gpu.layers.linear import prepare
 from aserve.gpu.weights.format import WeightFormat, WeightRequest, dtype_name
+from aserve.gpu.weights.int4 import BITS, INT4
 
 AMX, AVX512_BF16 = "AMX", "AVX512-bf16"
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)  # that kernels/aserve_kernels/cpu are made for
@@ -140,6 +141,11 @@ def _quantized_format(request: WeightRequest, isa: CpuIsa) -> WeightFormat:
     from aserve.gpu.device.cpu.kernel_linear import PREPARE_QUANTIZED, QUANTIZATIONS
 
     name = request.quantization
+    if name not in QUANTIZATIONS:
+        raise ConfigError(
+            f"--quantization {name} is not made for the CPU; choose {' or '.join(QUANTIZATIONS)}",
+            param="quantization",
+        )
     about = f"{dtype_name(format_.dtype)} with {name} weights"
     return WeightFormat(
         format_.dtype, PREPARE_QUANTIZED[name], about, stored_bits=QUANTIZATIONS[name]
@@ -148,13 +154,13 @@ def _quantized_format(request: WeightRequest, isa: CpuIsa) -> WeightFormat:
 
 def _with_codes(format_: WeightFormat, request: WeightRequest, isa: CpuIsa) -> WeightFormat:
     """Keeps layers that the checkpoint has in 4 bits as they are, where they can be multiplied."""
-    is_kept = request.quantization is None and request.stored_quantization is not None
+    is_kept = request.quantization is None and request.stored_quantization == INT4
     if not (is_kept and isa.has_numba and format_.dtype in KERNEL_DTYPES):
         return format_
     from aserve.gpu.device.cpu.kernel_linear import with_codes
 
     about = f"{format_.about}, layers of 4 bits as they are"
-    return replace(format_, prepare=with_codes(format_.prepare), about=about)
+    return replace(format_, prepare=with_codes(format_.prepare), about=about, kept_bits=BITS)
 
 
 def _unquantized_format(request: WeightRequest, isa: CpuIsa) -> WeightFormat:

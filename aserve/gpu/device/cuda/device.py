@@ -117,17 +117,17 @@ class CudaDevice:
         return event if self._waiting is None else WatchedEvent(event, self._waiting)
 
     def weight_format(self, request: WeightRequest) -> WeightFormat:
-        if request.quantization is not None:
-            raise ConfigError(
-                f"--quantization {request.quantization} is made for the CPU, not for CUDA; "
-                "leave it out, or give --device cpu",
-                param="quantization",
-            )
-        from aserve.gpu.device.cuda.ops import prepare_grouped, prepare_invariant
+        from aserve.gpu.device.cuda.ops import prepare_grouped
+        from aserve.gpu.device.cuda.quantized import with_quantized
 
         format_ = replace(self._unquantized_format(request), prepare_grouped=prepare_grouped)
-        if not request.is_deterministic:
-            return format_
+        if request.is_deterministic:
+            format_ = self._in_fixed_tiles(format_)
+        return with_quantized(format_, request, has_fp8=self._runtime.has_fp8)
+
+    def _in_fixed_tiles(self, format_: WeightFormat) -> WeightFormat:
+        from aserve.gpu.device.cuda.ops import prepare_invariant
+
         if format_.dtype.itemsize > 4:
             raise ConfigError(
                 f"--deterministic multiplies in float32, bfloat16 or float16 on CUDA, not in "

@@ -74,6 +74,7 @@ class CudaRuntime(Protocol):
     about: str
     torch_device: torch.device
     has_bfloat16: bool
+    has_fp8: bool  # products of fp8 on tensor cores
 
     def current_stream(self) -> CudaStream:
         """Returns the calling thread's current stream."""
@@ -108,12 +109,14 @@ class CudaRuntime(Protocol):
 class TorchCuda:
     """torch.cuda on the device that is current when this is made."""
 
-    __slots__ = ("_graph_pool", "about", "has_bfloat16", "torch_device")
+    __slots__ = ("_graph_pool", "about", "has_bfloat16", "has_fp8", "torch_device")
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.about = torch.cuda.get_device_name(self.torch_device)
-        self.has_bfloat16 = torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
+        capability = torch.cuda.get_device_capability(self.torch_device)
+        self.has_bfloat16 = capability >= (8, 0)
+        self.has_fp8 = capability >= (8, 9)
         # WHY not graph_pool_handle: the allocator would forget that pool when a capture fails
         # before another one has succeeded, and later captures would fail, too.
         self._graph_pool = torch.cuda.MemPool()

@@ -16,11 +16,9 @@ from aserve.gpu.layers.mlp import ACTIVATIONS
 from aserve.gpu.layers.rope_scaling import Rope
 from aserve.gpu.models.config.fields import Fields
 from aserve.gpu.models.config.layer_types import FULL, SLIDING
+from aserve.gpu.models.config.quantization import quantization_of
 from aserve.gpu.models.config.rope import longest_context, parse_rope, rotary_part
-from aserve.gpu.weights.checkpoint import Quantization
-from aserve.gpu.weights.int4 import BITS
 
-QUANTIZATION = "quantization_config"
 # Other names of fields, by those that are read here (LongCat's and ModernBERT's configurations have
 # them).
 OTHER_NAMES = {
@@ -131,35 +129,6 @@ def _refuse_unsupported(fields: Fields) -> None:
     quantization_of(fields)
     if fields.flag("use_bidirectional_attention"):
         fields.refuse("use_bidirectional_attention", expected="false: attention is causal")
-
-
-def quantization_of(fields: Fields) -> Quantization | None:
-    """Returns how a checkpoint's linear layers are quantized: the rows and columns of the blocks of
-    fp8, or the method of 4 bits. None where nothing is quantized, or in MXFP4, which the tensors'
-    names tell. Refuses any other quantization."""
-    if not fields.has(QUANTIZATION):
-        return None
-    section = fields.section(QUANTIZATION)
-    method = section.text("quant_method") if section.has("quant_method") else None
-    if method == "mxfp4":
-        return None
-    if method == "fp8" and section.has("weight_block_size"):
-        sizes = section.integers("weight_block_size")
-        if len(sizes) != 2 or min(sizes) < 1:
-            section.refuse("weight_block_size", expected="two positive integers")
-        return sizes[0], sizes[1]
-    has_layout = method != "awq" or section.text("version", default="gemm").lower() == "gemm"
-    if method in ("awq", "gptq") and section.integer("bits") == BITS and has_layout:
-        is_second = section.text("checkpoint_format", default="gptq") == "gptq_v2"
-        return "awq" if method == "awq" else "gptq_v2" if is_second else "gptq"
-    if method == "compressed-tensors" and section.text("format", default="") == "pack-quantized":
-        return "compressed-tensors"
-    fields.refuse(
-        QUANTIZATION,
-        expected="none, mxfp4, fp8 with a weight_block_size, awq (gemm) or gptq of 4 bits, or "
-        "compressed-tensors in the format pack-quantized: other quantized checkpoints are "
-        "unsupported",
-    )
 
 
 def _activation(fields: Fields) -> str:

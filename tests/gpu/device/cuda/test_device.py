@@ -362,11 +362,6 @@ def test_auto_is_the_half_type_that_is_stored_if_the_device_has_it(
     assert device.weight_format(WeightRequest("float32", stored, 1)).dtype == torch.float32
 
 
-def test_quantization_of_the_cpu_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--quantization int8 is made for the CPU"):
-        CudaDevice(FakeCuda()).weight_format(WeightRequest("auto", None, 1, "int8"))
-
-
 def test_deterministic_products_have_fixed_tiles_and_no_float64() -> None:
     device = CudaDevice(FakeCuda())
     format_ = device.weight_format(WeightRequest("auto", "bfloat16", 1, is_deterministic=True))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from aserve.errors import ConfigError
 from aserve.gpu.weights.checkpoint import Checkpoint
+from aserve.gpu.weights.fp8 import Fp8
 from tests.gpu.weights.checkpoints import llama_weights, write_checkpoint
 from tests.load_model import load_model
 from tests.parity.dense_attend import logits_of
@@ -49,7 +50,7 @@ def test_a_model_has_the_weights_that_its_blocks_stand_for(tmp_path: Path) -> No
 def test_a_part_of_a_weight_has_the_scales_of_its_blocks(tmp_path: Path) -> None:
     stored, meant = quantized(llama_weights())
     name = "model.layers.1.mlp.gate_proj.weight"
-    with Checkpoint(write_checkpoint(tmp_path, stored), quantization=BLOCK) as checkpoint:
+    with Checkpoint(write_checkpoint(tmp_path, stored), quantization=Fp8(BLOCK)) as checkpoint:
         for part in ((slice(4, 7), slice(0, 8)), (slice(0, 12), slice(2, 7))):
             assert torch.equal(checkpoint.read_part(name, part), meant[name][part])
 

@@ -1,0 +1,90 @@
+"""Weights that stay quantized as the checkpoint has them, and rounding of others while they are
+loaded.
+
+A device that multiplies a format takes `QuantizedLinear.stored`; any other reads the widened
+weight, which is made when it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from aserve.gpu.layers.linear import Linear
+from aserve.gpu.weights import fp8, int4
+from aserve.gpu.weights.fp8 import Fp8Weight
+from aserve.gpu.weights.int4 import CodedWeight
+
+QuantizedWeight: TypeAlias = CodedWeight | Fp8Weight
+Quantization: TypeAlias = fp8.Fp8 | int4.Method  # of a checkpoint's linear layers
+INT8 = "int8"  # the name of a format for devices, beside FP8 and INT4
+PART = 4096  # outputs that are rounded at a time, which bounds the float32 copy
+GROUP = 128  # inputs that share a scale and an offset of 4 bits
+INT8_MAX = 127
+INT4_MAX = 15  # of unsigned codes
+
+
+class QuantizedLinear(Linear):
+    """A linear layer that the checkpoint has quantized."""
+
+    __slots__ = ("stored",)
+
+    def __init__(self, stored: QuantizedWeight, bias: Tensor | None) -> None:
+        self.stored = stored
+        self.bias = bias
+
+    def __getattr__(self, name: str) -> Tensor:
+        """NOTE: Python calls this for the slot `weight` while it is empty."""
+        if name != "weight":
+            raise AttributeError(name)
+        self.weight = self.stored.widened()
+        return self.weight
+
+
+def stored_name(quantization: Quantization | None) -> str | None:
+    """Returns the name that the format of a checkpoint has for devices."""
+    if quantization is None:
+        return None
+    return fp8.FP8 if isinstance(quantization, fp8.Fp8) else int4.INT4
+
+
+def joined(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
+    """Joins the rows of several weights; None if they cannot be one weight."""
+    coded = [part for part in parts if isinstance(part, CodedWeight)]
+    if len(coded) == len(parts):
+        return int4.joined(coded)
+    in_fp8 = [part for part in parts if isinstance(part, Fp8Weight)]
+    return fp8.joined(in_fp8) if len(in_fp8) == len(parts) else None
+
+
+def rounded(weight: Tensor, bits: int) -> CodedWeight:
+    """weight [out, in], of any floating dtype -> codes of 8 bits, with a scale for each output, or
+    of 4 bits, with a scale and an offset for each group of inputs."""
+    round_part = rounded_to_8_bits if bits == 8 else rounded_to_4_bits
+    parts = [round_part(weight[at : at + PART].float()) for at in range(0, len(weight), PART)]
+    codes, scales, offsets = (torch.cat(values) for values in zip(*parts, strict=True))
+    return CodedWeight(codes, scales, offsets, bits)
+
+
+def rounded_to_8_bits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """weight float32 [out, in] -> codes int8 [out, in], scales [out, 1], max|w| / 127, and no
+    offsets [out, 0]."""
+    largest = weight.abs().amax(dim=1, keepdim=True)
+    scales = torch.where(largest > 0, largest / INT8_MAX, 1)
+    return (weight / scales).round_().to(torch.int8), scales, scales[:, :0]
+
+
+def rounded_to_4_bits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """weight float32 [out, in] -> codes int8 [out, in] from -8 to 7, scales and offsets
+    [out, groups], which span the weights of each group. A layer whose inputs are no whole groups
+    has one group."""
+    num_in = weight.shape[1]
+    groups = weight.unflatten(1, (-1, num_in if num_in % GROUP else GROUP))
+    low, high = groups.aminmax(dim=2, keepdim=True)
+    scales = torch.where(high > low, (high - low) / INT4_MAX, 1)
+    codes = ((groups - low) / scales).round_().clamp_(0, INT4_MAX) - int4.MIDDLE
+    offsets = low + int4.MIDDLE * scales
+    return codes.flatten(1).to(torch.int8), scales.squeeze(2), offsets.squeeze(2)
