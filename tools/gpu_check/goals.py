@@ -87,10 +87,21 @@ def _speculation(name: str) -> Iterator[Measure]:
     yield Measure(f"{name}, batch 1: step with drafts over plain step", part, "step_cost_b1")
 
 
+def _quantized(name: str, low: float) -> Iterator[Measure]:
+    part = f"quantized-{name}"
+    what = f"weights of {name}, Qwen3-8B shape"
+    yield Measure(f"{what}, batch 1: tokens/s over bfloat16", part, "gain_b1", low=low)
+    yield Measure(f"{what}, batch 64: tokens/s over bfloat16", part, "gain_b64")
+    yield Measure(f"{what}, batch 1: GB/s of weights", part, "gb_per_s_b1", "{:,.0f}")
+
+
 MEASURES: tuple[Measure, ...] = (
     *_decode("decode-small", "Qwen3-0.6B shape", {1: 0.97, 64: 0.98, 256: 0.98}),
     *_decode("decode-large", "Qwen3-8B shape", {1: 0.98, 64: 0.98, 256: 0.98}),
     *(measure for name in ALGORITHMS for measure in _speculation(name)),
+    *_quantized("fp8", 1.6),
+    *_quantized("int8", 1.6),
+    *_quantized("int4", 2.5),
     Measure(
         "device idle between two decode steps while work waits, us, batch 256",
         *("decode-small", "idle_us_b256", "{:,.1f}"),

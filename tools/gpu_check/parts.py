@@ -42,12 +42,20 @@ class Part:
 
 
 HERE = "tools.gpu_check."
+QUANTIZATIONS = ("fp8", "int8", "int4")
 MEASURES: Mapping[str, Part] = {
     "limits": Part(
         "copy bandwidth and bf16 matrix rate", HERE + "ceilings", needs=("torch", "msgspec")
     ),
     "decode-small": Part("decode steps, small model", HERE + "decode", "small"),
     "decode-large": Part("decode steps, large model", HERE + "decode", "large"),
+    **{
+        f"quantized-{name}": Part(
+            f"decode steps with weights of {name} against bfloat16, large model",
+            *(HERE + "quantized", name),
+        )
+        for name in QUANTIZATIONS
+    },
     "prefill": Part("one long prompt, large model", HERE + "prefill"),
     **{
         f"speculation-{name}": Part(

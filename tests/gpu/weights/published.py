@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.gpu.weights.checkpoints import llama_weights
 from tests.gpu.weights.test_int4 import CONFIGS, tensors_of
 
-HIDDEN, INNER = 256, 384
+HIDDEN, INNER = 256, 128
 SIZES = {"hidden_size": HIDDEN, "intermediate_size": INNER, "max_position_embeddings": 64}
 SIZES |= {"num_hidden_layers": 1}
 Tensors = Iterator[tuple[str, Tensor]]

@@ -1,7 +1,8 @@
-"""Checkpoints in fp8 with a scale per block, against the same weights in float32."""
+"""Checkpoints in fp8 and other published formats, against the same weights in float32."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,13 @@ from torch import Tensor
 
 from aserve.errors import ConfigError
 from aserve.gpu.weights.checkpoint import Checkpoint
-from aserve.gpu.weights.fp8 import Fp8
+from aserve.gpu.weights.fp8 import Fp8, Fp8Weight
+from aserve.gpu.weights.inventory import Inventory
+from aserve.gpu.weights.quantized import joined
+from aserve.gpu.weights.source import LinearBits, Target
 from tests.gpu.weights.checkpoints import llama_weights, write_checkpoint
+from tests.gpu.weights.published import FORMATS, SIZES
+from tests.gpu.weights.published import quantized as published
 from tests.load_model import load_model
 from tests.parity.dense_attend import logits_of
 
@@ -66,3 +72,66 @@ def test_scales_of_another_shape_and_fp8_without_scales_are_refused(tmp_path: Pa
         directory = write_checkpoint(tmp_path, kept, **CONFIG)
         with pytest.raises(ConfigError, match=message):
             load_model(directory)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_cpu_reads_every_published_format(name: str, tmp_path: Path) -> None:
+    form, (stored, meant) = FORMATS[name], published(FORMATS[name])
+    own = write_checkpoint(tmp_path / "own", stored, quantization_config=form.config, **SIZES)
+    expected = load_model(write_checkpoint(tmp_path / "wide", meant, **SIZES))
+    tokens = torch.arange(3)
+    torch.testing.assert_close(
+        logits_of(load_model(own), tokens), logits_of(expected, tokens), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_a_rank_keeps_whole_blocks_and_widens_cut_ones(tmp_path: Path) -> None:
+    stored, meant = quantized(llama_weights())
+    name = "model.layers.1.mlp.gate_proj.weight"  # [12, 8]
+    with Checkpoint(write_checkpoint(tmp_path, stored), quantization=Fp8(BLOCK)) as checkpoint:
+        for part in ((slice(5, 10), slice(3, 8)), (slice(10, 12), slice(0, 3))):
+            found = checkpoint.read_quantized(name, part)
+            assert found is not None
+            assert torch.equal(found.widened(), meant[name][part])
+        for part in ((slice(4, 10), slice(0, 3)), (slice(0, 5), slice(0, 4))):
+            assert checkpoint.read_quantized(name, part) is None
+
+
+def test_joined_weights_share_the_largest_input_scale() -> None:
+    parts = [
+        Fp8Weight(torch.ones(2, 4).to(torch.float8_e4m3fn), torch.ones(2, 1), (1, 4), scale)
+        for scale in (torch.tensor([0.5]), torch.tensor([2.0]))
+    ]
+    whole = joined(parts)
+    assert isinstance(whole, Fp8Weight)
+    assert whole.input_scale is not None
+    assert whole.input_scale.tolist() == [2.0]
+    assert joined([parts[0], replace(parts[1], block=(2, 4), scales=torch.ones(1, 1))]) is None
+    cut = replace(parts[0], block=(4, 4), scales=torch.ones(1, 1))
+    assert joined([cut, cut]) is None
+
+
+def test_memory_is_that_of_the_bits_of_each_layer() -> None:
+    inventory = Inventory(torch.bfloat16)
+    embeddings = inventory.tensor("embed.weight", (100, 16))
+    inventory.linear({"q": 16, "k": 8}, in_features=16, bias=True)
+    inventory.linear({"o": 16}, in_features=16, bias=False)
+    inventory.tied_linear("head", embeddings)
+    plain = 2 * (1600 + 24 * 16 + 24 + 256)
+    assert inventory.held_bytes(LinearBits()) == inventory.size_bytes == plain
+    rounded = 2 * (1600 + 24) + 24 * 16 + 256 + 1600
+    assert inventory.held_bytes(LinearBits(every=8)) == rounded  # the head has a copy
+    kept = 2 * (1600 + 24 * 16 + 24) + 128
+    assert inventory.held_bytes(LinearBits(kept=4), lambda name: name == "o.weight") == kept
+
+
+def test_more_memory_than_the_quantized_weights_need_is_not_asked_for(tmp_path: Path) -> None:
+    form, (stored, _) = FORMATS["fp8 in blocks"], published(FORMATS["fp8 in blocks"])
+    own = write_checkpoint(tmp_path, stored, quantization_config=form.config, **SIZES)
+    size = sum(tensor.nbytes for name, tensor in stored.items() if "scale" not in name)
+    target = Target(memory_bytes=size, bits=LinearBits(kept=8))
+    load_model(own, target=target)
+    with pytest.raises(ConfigError, match="weights need"):
+        load_model(own, target=replace(target, memory_bytes=size - 1))
+    with pytest.raises(ConfigError, match="weights need"):
+        load_model(own, target=Target(memory_bytes=size))

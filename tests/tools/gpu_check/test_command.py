@@ -53,7 +53,11 @@ def test_without_a_gpu_nothing_is_run_and_the_table_is_empty(
 # the large model are measured as those of the small one, and all drafters in one way.
 IS_LARGE = os.environ.get("ASERVE_TEST_PROFILE") == "large"
 DRAFTERS = {name for name in MEASURES if name.startswith("speculation-")}
-ALIKE = {*OTHER_BENCHES, "decode-large", *DRAFTERS} - {"bench-host-step", "speculation-EAGLE3"}
+ALIKE = {*OTHER_BENCHES, "decode-large", "quantized-int8", *DRAFTERS} - {
+    "bench-host-step",
+    "speculation-EAGLE3",
+}
+ONLY_ON_A_GPU = ("bench-kernels", "quantized-fp8")
 LEFT_OUT = set() if IS_LARGE else ALIKE
 
 
@@ -66,7 +70,7 @@ def test_a_part_runs_dry_on_the_cpu(name: str, tmp_path: Path) -> None:
     setting = Setting("cpu", "tiny", tmp_path, kept.append)
     figures = importlib.import_module(part.module).measure(setting, part.argument)
     assert figures
-    assert ("not_run" in figures) == (name == "bench-kernels")  # which only a GPU has
+    assert ("not_run" in figures) == (name in ONLY_ON_A_GPU)
     if name.startswith("speculation-"):
         assert figures["equal_outputs"] == 1
         assert figures.get("acceptance_error", 0) == 0
