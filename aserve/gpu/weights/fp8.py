@@ -29,6 +29,7 @@ SCALES = ("_scale_inv", "_scale")  # suffixes of a weight's name
 WEIGHT, INPUT_SCALE = ".weight", ".input_scale"
 FP8 = "fp8"  # the name of this format for devices
 LARGEST = torch.finfo(ELEMENT).max
+PART = 4096  # outputs that are rounded at a time, which bounds the float32 copy
 
 Block: TypeAlias = tuple[int, int]  # rows and columns of a block with one scale
 Part: TypeAlias = tuple[slice, ...]
@@ -137,7 +138,10 @@ def rounded_to_fp8(weight: Tensor) -> Fp8Weight:
     max |w| / 448."""
     largest = weight.abs().amax(dim=1, keepdim=True).float()
     scales = torch.where(largest > 0, largest / LARGEST, 1)
-    elements = (weight.float() / scales).clamp_(-LARGEST, LARGEST).to(ELEMENT)
+    elements = torch.empty(weight.shape, dtype=ELEMENT, device=weight.device)
+    for at in range(0, len(weight), PART):
+        own = slice(at, at + PART)
+        elements[own] = (weight[own].float() / scales[own]).clamp_(-LARGEST, LARGEST).to(ELEMENT)
     return Fp8Weight(elements, scales, (1, weight.shape[1]))
 
 

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from aserve.gpu.layers.linear import Linear
 from aserve.gpu.weights import fp8, int4
-from aserve.gpu.weights.fp8 import Fp8Weight
+from aserve.gpu.weights.fp8 import PART, Fp8Weight
 from aserve.gpu.weights.int4 import CodedWeight
 
 QuantizedWeight: TypeAlias = CodedWeight | Fp8Weight
 Quantization: TypeAlias = fp8.Fp8 | int4.Method  # of a checkpoint's linear layers
 INT8 = "int8"  # the name of a format for devices, beside FP8 and INT4
-PART = 4096  # outputs that are rounded at a time, which bounds the float32 copy
 GROUP = 128  # inputs that share a scale and an offset of 4 bits
 INT8_MAX = 127
 INT4_MAX = 15  # of unsigned codes

@@ -147,6 +147,19 @@ CASES += [
 ]
 
 
+# The same of a model with rounded weights. On the CPU the largest gaps are 0, 0.11 and 2.1.
+ROUNDED = {"int8": 0.5, "fp8": 0.7, "int4": 3.0}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ROUNDED)
+def test_rounded_weights_choose_likely_tokens(name: str) -> None:
+    machine = {"device": "cuda", "dtype": "bfloat16", "quantization": name}
+    with Engine(model=str(MODEL_DIR), max_num_seqs=4, num_pages=500, **machine) as engine:
+        found = engine.generate_sync(PROMPTS, **GREEDY)
+    assert_best_by_the_cpu(found, gap=ROUNDED[name])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("device", "backend", "dtype", "options"), CASES)
 def test_greedy_tokens_are_those_of_float32_on_the_cpu(
