@@ -154,7 +154,7 @@ ROUNDED = {"int8": 0.5, "fp8": 0.7, "int4": 3.0}
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ROUNDED)
 def test_rounded_weights_choose_likely_tokens(name: str) -> None:
-    machine = {"device": "cuda", "dtype": "bfloat16", "quantization": name}
+    machine: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "quantization": name}
     with Engine(model=str(MODEL_DIR), max_num_seqs=4, num_pages=500, **machine) as engine:
         found = engine.generate_sync(PROMPTS, **GREEDY)
     assert_best_by_the_cpu(found, gap=ROUNDED[name])
