@@ -114,6 +114,9 @@ class SpeculateOptions:
     )
     prompt: str | None = option(None, "the prompt of all answers, in place of those of the task")
     repeats: int = option(5, "repeats of each engine, in turns", Limits(low=1))
+    processes: int = option(
+        1, "processes that run each engine, and are counted together", Limits(low=1, high=16)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,12 @@
 Each engine runs in a process of its own (speculate_engine.py). They take turns, every second time
 in the opposite order, so that a slow moment of the machine hits all of them. Only decoding is
 timed. Two of the engines are plain ones. The others are compared with the mean of both, and the
-second with the first: on a quiet machine this control is between 0.99 and 1.01.
+second with the first.
+
+PERF: processes of the same engine differ by up to 5 % as long as they live, because their memory
+lies elsewhere: four plain engines of one run decoded at 0.97, 0.98, 1.02 and 1.04 of their mean.
+So where less than that matters, several processes run each engine (`--processes`), and count
+together.
 
 The predicted gain is that of the scheduler's best choice (scheduling/step_times.py), for the step
 times that were measured at the start and the acceptance of this run.
@@ -17,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -44,21 +50,24 @@ def run(options: SpeculateOptions, resolved: Resolved) -> BenchResult:
     resolved = dataclasses.replace(resolved, kv=kv, scheduler=scheduler)
     algorithms = _algorithms(options, resolved)
     engines: dict[str, SpeculateEngine] = {}
+    names = (PLAINS[0], *algorithms, PLAINS[1])
+    processes: dict[str, SpeculateEngine] = {}
     with contextlib.ExitStack() as stack:
-        for name in (PLAINS[0], *algorithms, PLAINS[1]):
+        for number, name in itertools.product(range(options.processes), names):
             given = SpeculativeOptions(None)
             if name not in PLAINS:
                 given = dataclasses.replace(resolved.speculative, speculative_algorithm=name)
-            engines[name] = SpeculateEngine(
-                options, dataclasses.replace(resolved, speculative=given)
-            )
-            stack.callback(engines[name].close)
+            engine = SpeculateEngine(options, dataclasses.replace(resolved, speculative=given))
+            stack.callback(engine.close)
+            engines.setdefault(name, engine)
+            processes[f"{name} {number}"] = engine
         verifying = {
             name: _verify_times(engines[name], options, resolved)
             for name in algorithms
             if name != LOOK_UP
         }
-        found = run_in_turns(engines, counts, repeats=options.repeats, title=TITLE)
+        by_process = run_in_turns(processes, counts, repeats=options.repeats, title=TITLE)
+    found = {num_rows: joined(runs, names) for num_rows, runs in by_process.items()}
     lines = [
         _line(name, num_rows, _Times(engines[name].times, verifying.get(name)), runs)
         for name in algorithms
@@ -72,6 +81,27 @@ def run(options: SpeculateOptions, resolved: Resolved) -> BenchResult:
     )
     notes = tuple(f"{name}: {engine.ready.about}" for name, engine in engines.items())
     return BenchResult({"batches": lines, "controls": controls}, tables, (*notes, NOTE))
+
+
+def joined(runs: Mapping[str, Sequence[Run]], names: Sequence[str]) -> dict[str, list[Run]]:
+    """Returns the runs of each engine, those of its processes in one repeat as one. `runs` are by
+    process, whose name is that of the engine and a number."""
+    processes = {
+        name: [runs[key] for key in runs if key.rpartition(" ")[0] == name] for name in names
+    }
+    return {
+        name: [_as_one(each) for each in zip(*own, strict=True)] for name, own in processes.items()
+    }
+
+
+def _as_one(runs: Sequence[Run]) -> Run:
+    return Run(
+        decode_s=sum(run.decode_s for run in runs),
+        num_tokens=sum(run.num_tokens for run in runs),
+        step_s=median([run.step_s for run in runs]),
+        num_decodes=sum(run.num_decodes for run in runs),
+        windows=tuple(window for run in runs for window in run.windows),
+    )
 
 
 def _algorithms(options: SpeculateOptions, resolved: Resolved) -> list[str]:

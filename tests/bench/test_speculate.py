@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from aserve.bench.one_batch import Shape
-from aserve.bench.speculate import _control, _Times
+from aserve.bench.speculate import _control, _Times, joined
 from aserve.bench.speculate_engine import Run, Turn, prompts_of, requests_of, run_in_turns
 from aserve.bench.step_driver import StepTime
 from aserve.bench.verify_step import _add, _Steps
@@ -58,6 +58,21 @@ def test_engines_take_turns_in_both_orders_and_the_plain_ones_are_compared() -> 
         for name in (names[::-1] if repeat == 1 else names)
     ]
     assert _control(8, found[8]) == {"rows": 8, "ratio": 0.99, "ratio_spread": 0.0}
+
+
+def test_the_processes_of_an_engine_count_together_in_each_repeat() -> None:
+    def run(num_tokens: int, decode_s: float, *windows: tuple[int, int]) -> Run:
+        return Run(decode_s, num_tokens, decode_s, num_tokens, windows)
+
+    runs = {
+        "plain 0": [run(10, 1.0), run(20, 1.0)],
+        "plain again 0": [run(7, 1.0), run(7, 1.0)],
+        "plain 1": [run(10, 3.0), run(20, 2.0, (4, 2))],
+    }
+    found = joined(runs, ("plain", "plain again"))
+    assert [one.rate for one in found["plain"]] == [20 / 4, 40 / 3]
+    assert found["plain"][1].windows == ((4, 2),)
+    assert [one.num_tokens for one in found["plain again"]] == [7, 7]
 
 
 def test_a_window_costs_what_draft_and_verify_cost() -> None:

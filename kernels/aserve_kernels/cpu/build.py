@@ -33,6 +33,7 @@ from aserve_kernels.cpu.chunk_attention import compile_chunk_attention
 from aserve_kernels.cpu.decoder_forward import compile_decoder_forward
 from aserve_kernels.cpu.draft_forward import compile_draft_forward
 from aserve_kernels.cpu.draw import compile_draw
+from aserve_kernels.cpu.gated_mul import compile_gated_mul
 from aserve_kernels.cpu.gemm import compile_packed_linear
 from aserve_kernels.cpu.index_scores import compile_index_scores
 from aserve_kernels.cpu.latent_attention import compile_latent_attention
@@ -61,6 +62,7 @@ COMPILERS: Mapping[str, Callable[[torch.dtype, int], None]] = {
     "lora": compile_lora,
     "int8_linear": partial(compile_quant_linear, bits=8),
     "int4_linear": partial(compile_quant_linear, bits=4),
+    "gated_mul": lambda dtype, _: compile_gated_mul(dtype),
     "rms_norm": lambda dtype, _: compile_rms_norm(dtype),
     "draw": lambda _, __: compile_draw(),
     "shared_table": lambda _, __: compile_shared_table(),

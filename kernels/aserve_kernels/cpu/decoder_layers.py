@@ -29,7 +29,7 @@ import torch
 from numba import njit
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, narrow, rounded, widen
-from aserve_kernels.cpu.exp2 import LOG2_E, power_of_two
+from aserve_kernels.cpu.gated_mul import activate
 from aserve_kernels.cpu.gemm import outputs_of
 from aserve_kernels.cpu.host_rows import Int64s
 from aserve_kernels.cpu.lora import add_to_wide
@@ -42,9 +42,6 @@ from aserve_kernels.cpu.team import Team, meet, share_of
 
 Records: TypeAlias = npt.NDArray[np.void]
 
-SILU, GELU, GELU_TANH = range(3)
-GELU_SCALE = np.float32(math.sqrt(2 / math.pi))
-GELU_CUBE = np.float32(0.044715)
 MAX_LOGITS_ROWS = 64  # rows whose logits are in memory at a time
 NO_IDS = NO_LAYERS = np.empty(0, np.int64)
 ONE = np.float32(1)
@@ -447,37 +444,15 @@ def _norm_into(x: Float32s, norm: int, eps: np.float32, scratch: Float32s, out: 
     narrow(scratch[: x.shape[0]], out)
 
 
-# PERF: numba's default error model checks divisors for zero, which prevents vectorisation.
-@njit(nogil=True, fastmath=FASTMATH, error_model="numpy", **NO_REFCOUNT)
+@njit(nogil=True, **NO_REFCOUNT)
 def _gate(gate_up: Float32s, activation: int, gated: Floats, team: Team) -> None:
     """gated = activation(gate) * up, for a worker's share of the inner features."""
     first, last = share_of(gated.shape[1], team)
-    size = np.uint64(last - first)  # PERF: unsigned, as in rope_and_store_kv.py
     for token in range(gate_up.shape[0]):
         both = gate_up[token]
-        row, up = both[first:last], both[gated.shape[1] + first :]
-        if activation == SILU:
-            for i in range(size):
-                row[i] *= up[i] * _sigmoid(row[i])
-        elif activation == GELU_TANH:
-            for i in range(size):
-                x = row[i]
-                # (1 + tanh(y)) / 2 is the sigmoid of 2 y.
-                inner = GELU_SCALE * (x + GELU_CUBE * x * x * x)
-                row[i] = x * up[i] * _sigmoid(np.float32(2) * inner)
-        else:
-            for i in range(size):
-                x = row[i]
-                part = np.float32(math.erf(x * np.float32(math.sqrt(0.5))))
-                row[i] = np.float32(0.5) * x * (np.float32(1) + part) * up[i]
+        row, up = both[first:last], both[gated.shape[1] + first : gated.shape[1] + last]
+        activate(row, up, activation, row)
         narrow(row, gated[token][first:last])
-
-
-@njit(inline="always")
-def _sigmoid(x: np.float32) -> np.float32:
-    power = power_of_two(-abs(x) * np.float32(LOG2_E))
-    part = np.float32(1) / (np.float32(1) + power)
-    return part if x >= 0 else power * part
 
 
 @njit(inline="always")

@@ -29,7 +29,7 @@ from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, numba_ty
 from aserve_kernels.cpu.memory import array_at
 from aserve_kernels.cpu.precompile import NO_REFCOUNT, Callback, cached_njit, compile_ahead
 from aserve_kernels.cpu.product import FLOAT32_LIKE, LIKE, RECORD_LIKE, compile_product
-from aserve_kernels.cpu.simd import FLOAT32X16, INDEX, INT32X16, LANES, Intrinsic
+from aserve_kernels.cpu.simd import FLOAT32X16, INDEX, INT16X16, INT32X16, LANES, Intrinsic
 
 Int32s: TypeAlias = npt.NDArray[np.int32]
 
@@ -40,10 +40,9 @@ DPBF16PS = "llvm.x86.avx512bf16.dpbf16ps.512"
 # The features that numba compiles for: the machine's, unless NUMBA_CPU_FEATURES names others.
 FEATURES = get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
 HAS_AVX512_BF16 = "+avx512bf16" in FEATURES.split(",")
-WORD = ir.IntType(32)
+WORD, HALF_WORD = ir.IntType(32), ir.IntType(16)
 # PERF: the rows that pass over the weights together stay in the L2 cache.
 BLOCK_BYTES = 1 << 18
-WIDE_ROWS = 256  # whose float32 results are in memory at a time
 
 
 def pack(weight: Tensor) -> Floats:
@@ -129,7 +128,7 @@ def tiles_product(dtype: torch.dtype) -> Callback:
 @cached_njit(parallel=True, nogil=True)
 def _multiply(x: Floats, packed: Floats, bias: Float32s, out: Floats, num_workers: int) -> None:
     for worker in prange(num_workers):
-        _multiply_share(x, packed, bias, out, worker, num_workers)
+        multiply(x, packed, bias, out, worker, num_workers)
 
 
 @cached_njit(nogil=True)
@@ -137,21 +136,7 @@ def _multiply_alone(
     x: Floats, packed: Floats, bias: Float32s, out: Floats, num_workers: int
 ) -> None:
     for worker in range(num_workers):
-        _multiply_share(x, packed, bias, out, worker, num_workers)
-
-
-@njit(nogil=True)
-def _multiply_share(
-    x: Floats, packed: Floats, bias: Float32s, out: Floats, worker: int, num_workers: int
-) -> None:
-    first, last = outputs_of(out.shape[1], worker, num_workers)
-    wide = np.empty((min(x.shape[0], WIDE_ROWS), last - first), np.float32)
-    weights, biases = packed[first * x.shape[1] :], bias[first:last]
-    for start in range(0, x.shape[0], WIDE_ROWS):
-        size = min(WIDE_ROWS, x.shape[0] - start)
-        multiply(x[start : start + size], weights, biases, wide[:size], 0, 1)
-        for row in range(size):
-            narrow(wide[row], out[start + row, first:last])
+        multiply(x, packed, bias, out, worker, num_workers)
 
 
 @cached_njit(nogil=True)
@@ -161,23 +146,21 @@ def _multiply_groups(
     for expert in range(len(starts)):
         start, end = starts[expert], ends[expert]
         if start < end:
-            wide = np.empty((end - start, out.shape[1]), np.float32)
-            multiply(x[start:end], packed[expert], biases[expert], wide, 0, 1)
-            narrow(wide.reshape(-1), out[start:end].reshape(-1))
+            multiply(x[start:end], packed[expert], biases[expert], out[start:end], 0, 1)
 
 
 @njit(nogil=True)
 def multiply(
-    x: Floats, packed: Floats, bias: Float32s, out: Float32s, worker: int, num_workers: int
+    x: Floats, packed: Floats, bias: Float32s, out: Floats, worker: int, num_workers: int
 ) -> None:
-    """x [tokens, in], bias [out] -> out [tokens, out], contiguous: a worker's share of the outputs,
-    for all rows."""
+    """x [tokens, in], bias [out] -> out [tokens, out], contiguous, float32 or the dtype of x: a
+    worker's share of the outputs, for all rows."""
     first, last = outputs_of(out.shape[1], worker, num_workers)
     num_whole = last // OUTPUTS * OUTPUTS
     multiply_blocks(x, packed, bias, out, first, num_whole)
     if num_whole < last:
         rest = last - num_whole
-        tail = np.empty((x.shape[0], OUTPUTS), np.float32)
+        tail = np.empty((x.shape[0], OUTPUTS), out.dtype)
         tail_bias = np.zeros(OUTPUTS, np.float32)
         for i in range(rest):
             tail_bias[i] = bias[num_whole + i]
@@ -197,7 +180,7 @@ def outputs_of(num_out: int, worker: int, num_workers: int) -> tuple[int, int]:
 
 @njit(nogil=True, **NO_REFCOUNT)
 def multiply_blocks(
-    x: Floats, packed: Floats, bias: Float32s, out: Float32s, first: int, last: int
+    x: Floats, packed: Floats, bias: Float32s, out: Floats, first: int, last: int
 ) -> None:
     """Computes the outputs from `first` to `last` - 1, which are whole blocks."""
     num_rows, num_in = x.shape
@@ -227,12 +210,12 @@ def multiply_blocks(
 
 
 def multiply_tile(
-    x: Floats, block: Floats, bias: Float32s, out: Float32s, stride: int, size: int
+    x: Floats, block: Floats, bias: Float32s, out: Floats, stride: int, size: int
 ) -> None:
     """One tile: 1 to `size` contiguous rows of x times a packed block of outputs, plus bias.
 
-    Row r of the result is out[r * stride : r * stride + 32]. `size` is a literal. All arrays are
-    [n].
+    Row r of the result is out[r * stride : r * stride + 32], which is rounded if `out` is bfloat16.
+    `size` is a literal. All arrays are [n].
     """
     pair = 2 if x.dtype == np.uint16 else 1
     num_in = len(block) // OUTPUTS
@@ -243,7 +226,7 @@ def multiply_tile(
     by_input = weights.reshape(-1, OUTPUTS, pair).transpose(0, 2, 1).reshape(num_in, OUTPUTS)
     products = inputs.reshape(rows, num_in) @ by_input + bias
     for row in range(rows):
-        out[row * stride : row * stride + OUTPUTS] = products[row]
+        narrow(products[row], out[row * stride : row * stride + OUTPUTS])
 
 
 @intrinsic(prefer_literal=True)
@@ -274,12 +257,16 @@ def _multiply_tile(
         weights = data(block, args[1], tile.vector)
         with cgutils.for_range(builder, num_steps, intp=INDEX) as loop:
             tile.add(sums, sources, weights, loop.index)
-        targets = data(out, args[3], ir.FloatType())
+        targets = data(out, args[3], HALF_WORD if out.dtype == types.uint16 else ir.FloatType())
         for row, row_sums in zip(rows, sums, strict=True):
             tile.store(row_sums, builder.gep(targets, [builder.mul(args[4], row)]))
         return context.get_dummy_value()
 
     return types.void(x, block, bias, out, types.intp, size), emit
+
+
+def _words(value: int) -> Any:
+    return ir.Constant(INT32X16, [value] * LANES)
 
 
 def minimum(builder: Any, a: Any, b: Any) -> Any:
@@ -317,10 +304,25 @@ class TileEmitter:
                 builder.store(total, variable)
 
     def store(self, row_sums: list[Any], target: Any) -> None:
-        vectors = self._builder.bitcast(target, FLOAT32X16.as_pointer())
+        """Stores to `target`, of which the type decides: float32, or the bits of bfloat16."""
+        is_narrow = target.type.pointee == HALF_WORD
+        vector = INT16X16 if is_narrow else FLOAT32X16
+        vectors = self._builder.bitcast(target, vector.as_pointer())
         for number, variable in enumerate(row_sums):
             address = self._builder.gep(vectors, [WORD(number)])
-            self._builder.store(self._builder.load(variable), address, align=4)
+            total = self._builder.load(variable)
+            if is_narrow:
+                total = self._rounded(total)
+            self._builder.store(total, address, align=2 if is_narrow else 4)
+
+    def _rounded(self, total: Any) -> Any:
+        """The bits of bfloat16 next to float32 values, ties to even; NaN becomes the quiet one."""
+        builder = self._builder
+        bits = builder.bitcast(total, INT32X16)
+        is_odd = builder.and_(builder.lshr(bits, _words(16)), _words(1))
+        nearest = builder.lshr(builder.add(builder.add(bits, _words(0x7FFF)), is_odd), _words(16))
+        is_nan = builder.fcmp_unordered("uno", total, total)
+        return builder.trunc(builder.select(is_nan, _words(0x7FC0), nearest), INT16X16)
 
     def _load(self, vectors: Any, number: int) -> Any:
         return self._builder.load(self._builder.gep(vectors, [WORD(number)]), align=2)

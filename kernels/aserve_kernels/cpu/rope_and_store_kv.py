@@ -1,5 +1,5 @@
-"""Fuses QK norm, RoPE and the KV-cache store for few tokens on the CPU, in one compiled call
-instead of two dozen torch operators.
+"""Fuses QK norm, RoPE and the KV-cache store on the CPU, in one compiled call instead of two dozen
+torch operators.
 
     x = x / sqrt(mean(x^2) + eps) * weight                       per query and key head, if normed
     y[i]     = x[i] * cos[i]     - x[i + h] * sin[i]             RoPE (Su et al., 2021), for i < h,
@@ -15,10 +15,11 @@ import math
 
 import numpy as np
 import torch
-from numba import njit, types
+from numba import njit, prange, types
 from torch import Tensor
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, numba_type, rounded, widen
+from aserve_kernels.cpu.host_rows import Int64s
 from aserve_kernels.cpu.precompile import FASTMATH, cached_njit, compile_ahead
 
 NO_NORM = np.empty((0, 0), np.float32)
@@ -32,6 +33,7 @@ def rope_and_store_kv(
     cos_sin: Tensor,
     weight: Tensor | None = None,
     eps: float = 0.0,
+    num_workers: int = 1,
 ) -> Tensor:
     """Stores keys and values in the pools, and returns the queries, contiguous.
 
@@ -39,46 +41,62 @@ def rope_and_store_kv(
     keys, values. slots int64 [tokens]. pools: keys and values [num_slots, kv_heads, head_dim].
     cos_sin [tokens, rotary_dim], contiguous, cosines then sines. All of these are float32 or all
     bfloat16, on the CPU. weight float32 [query heads + kv_heads, head_dim]; None for no norm. If
-    several tokens have one slot, the last one is kept. `rope_and_store_kv_ref` is the reference.
+    several tokens have one slot, the last one is kept by one worker; of several workers, which
+    divide the tokens, any may be the last. `rope_and_store_kv_ref` is the reference.
     """
     keys, values = pools
     num_queries = heads.shape[1] - 2 * keys.shape[1]
     queries = heads.new_empty((len(heads), num_queries, heads.shape[2]))
-    _rope_and_store(
-        as_array(heads.flatten(1)),
-        slots.numpy(),
-        as_array(cos_sin),
-        NO_NORM if weight is None else weight.numpy(),
-        eps,
-        as_array(queries),
-        as_array(keys),
-        as_array(values),
+    arguments = (
+        *(as_array(heads.flatten(1)), slots.numpy(), as_array(cos_sin)),
+        *(NO_NORM if weight is None else weight.numpy(), eps),
+        *(as_array(each) for each in (queries, keys, values)),
     )
+    if num_workers == 1:
+        _rope_and_store_alone(*arguments)
+    else:
+        _rope_and_store_shared(*arguments, num_workers)
     return queries
 
 
 def compile_rope_and_store_kv(dtype: torch.dtype) -> None:
     floats = numba_type(dtype)
-    compile_ahead(
-        _rope_and_store,
+    arguments = (
         *(types.Array(floats, 2, "A"), types.Array(types.int64, 1, "C")),
         *(types.Array(floats, 2, "C"), types.Array(types.float32, 2, "C"), types.float64),
         *[types.Array(floats, 3, "C") for _ in ("queries", "keys", "values")],
     )
+    compile_ahead(_rope_and_store_alone, *arguments)
+    compile_ahead(_rope_and_store_shared, *arguments, types.int64)
 
 
 # WHY: not nogil. A call takes microseconds; getting the GIL back may take milliseconds.
 @cached_njit(fastmath=FASTMATH)
+def _rope_and_store_alone(
+    heads: Floats, slots: Int64s, cos_sin: Floats, weight: Float32s, eps: float,
+    queries: Floats, keys: Floats, values: Floats,
+) -> None:  # fmt: skip
+    _rope_and_store(heads, slots, cos_sin, weight, eps, queries, keys, values)
+
+
+@cached_njit(parallel=True, nogil=True)
+def _rope_and_store_shared(
+    heads: Floats, slots: Int64s, cos_sin: Floats, weight: Float32s, eps: float,
+    queries: Floats, keys: Floats, values: Floats, num_workers: int,
+) -> None:  # fmt: skip
+    for worker in prange(num_workers):
+        first, last = len(slots) * worker // num_workers, len(slots) * (worker + 1) // num_workers
+        part = slice(first, last)
+        _rope_and_store(
+            heads[part], slots[part], cos_sin[part], weight, eps, queries[part], keys, values
+        )
+
+
+@njit(fastmath=FASTMATH)
 def _rope_and_store(
-    heads: Floats,
-    slots: np.ndarray[tuple[int], np.dtype[np.int64]],
-    cos_sin: Floats,
-    weight: Float32s,
-    eps: float,
-    queries: Floats,
-    keys: Floats,
-    values: Floats,
-) -> None:
+    heads: Floats, slots: Int64s, cos_sin: Floats, weight: Float32s, eps: float,
+    queries: Floats, keys: Floats, values: Floats,
+) -> None:  # fmt: skip
     """heads [tokens, heads * head_dim]; queries [tokens, heads, head_dim]."""
     head_dim = queries.shape[2]
     query_size, key_size = queries.shape[1] * head_dim, keys.shape[1] * head_dim

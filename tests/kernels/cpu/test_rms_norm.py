@@ -12,13 +12,17 @@ from aserve_kernels.reference import rms_norm_ref
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 9])
 @pytest.mark.parametrize("size", [1, 7, 64, 130])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_shape_equals_the_reference(dtype: torch.dtype, size: int, num_tokens: int) -> None:
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_every_shape_equals_the_reference(
+    num_workers: int, dtype: torch.dtype, size: int, num_tokens: int
+) -> None:
     compile_rms_norm(dtype)
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn((num_tokens, 2 * size), generator=generator).to(dtype)
     x, weight = wide[:, :size], torch.randn(size, generator=generator)  # rows of another stride
     tolerance = 1e-6 if dtype == torch.float32 else 2**-7  # one step of bfloat16
-    got, expected = rms_norm(x, weight, 1e-3), rms_norm_ref(x, weight, 1e-3)
+    got = rms_norm(x, weight, 1e-3, num_workers=num_workers)
+    expected = rms_norm_ref(x, weight, 1e-3)
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=1e-6)
 
 

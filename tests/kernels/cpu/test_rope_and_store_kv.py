@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,10 +34,17 @@ def _compiled() -> None:
 @pytest.mark.parametrize("shape", [*SHAPES, (3, 3, 130, 64)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("is_normed", [False, True])
+@pytest.mark.parametrize("num_workers", [1, 2])
 def test_every_shape_equals_the_reference(
-    dtype: torch.dtype, shape: tuple[int, int, int, int], num_tokens: int, *, is_normed: bool
+    num_workers: int,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int, int],
+    num_tokens: int,
+    *,
+    is_normed: bool,
 ) -> None:
-    assert_equals_reference(rope_and_store_kv, shape, num_tokens, dtype, is_normed=is_normed)
+    kernel = partial(rope_and_store_kv, num_workers=num_workers)
+    assert_equals_reference(kernel, shape, num_tokens, dtype, is_normed=is_normed)
 
 
 def test_heads_without_a_norm_are_rounded_as_in_torch() -> None:

@@ -48,7 +48,7 @@ def kernels_of(dtype: torch.dtype, isa: CpuIsa, *, num_threads: int) -> list[Ker
 
     NOTE: in float32, only small models have tiled weights, whose products run on one thread.
     """
-    variants = _variants(["rms_norm", "rope_and_store_kv"], dtype)
+    variants = _variants(["gated_mul", "rms_norm", "rope_and_store_kv"], dtype)
     if has_tiles(dtype, isa):
         num = min(num_threads, 2) if dtype == torch.bfloat16 else 1
         variants += _variants(["decoder_forward", "packed_linear"], dtype, num_threads=num)

@@ -29,17 +29,15 @@ from aserve.gpu.parallel.stages import StagedDecoder
 from aserve.gpu.step.future_map import LAST_TOKEN, SEQ_LEN, FutureMap
 from aserve.gpu.step.resolve import DRAFTS, DeviceState
 from aserve_kernels.cpu.decoder_layers import (
-    GELU,
-    GELU_TANH,
     LAYER,
     LORA,
     MODEL,
     NO_LAYERS,
     NO_LORAS,
-    SILU,
     Records,
     Tables,
 )
+from aserve_kernels.cpu.gated_mul import KINDS
 from aserve_kernels.cpu.gemm import tiles_product
 from aserve_kernels.cpu.host_rows import NO_WINDOW
 from aserve_kernels.cpu.online_softmax import fold_log2
@@ -48,7 +46,6 @@ from aserve_kernels.cpu.quant_linear import codes_product
 from aserve_kernels.draft_chain import DRAFT_PROBS
 from aserve_kernels.row_columns import FLOAT_COLUMNS, INT_COLUMNS
 
-ACTIVATIONS: Mapping[str, int] = {"silu": SILU, "gelu": GELU, "gelu_pytorch_tanh": GELU_TANH}
 PLAIN_INPUTS = JoinedInputs()
 LayerStack: TypeAlias = Decoder | StagedDecoder | DraftDecoder
 NO_FACTORS = np.empty(0, np.float32)
@@ -179,7 +176,7 @@ class ModelRecords:
             "kv_heads": layer.num_kv_heads,
             "head_dim": layer.head_dim,
             "rotary_dim": table.shape[1],
-            "activation": ACTIVATIONS[config.activation],
+            "activation": KINDS[config.activation],
             "embeddings": whole.embeddings.data_ptr() if begins else 0,
             "first_norm": self._norm(model.first_norm),
             "head": self._product(None if head is None else head.product),
