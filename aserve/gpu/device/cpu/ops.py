@@ -69,8 +69,8 @@ def _rope_and_store_kv(
 
 
 # PERF: Qwen3-0.6B in bfloat16, us of one thread at 1 and 32 tokens: a norm 10 and 19 in torch, 4
-# and 8 here; silu(gate) * up is as fast in torch. A prefill of 2,048 tokens on two threads, ms of all
-# layers: norms 190 in torch and 15 here, QK norm with rope and the store 380 and 80, gated
+# and 8 here; silu(gate) * up is as fast in torch. A prefill of 2,048 tokens on two threads, ms of
+# all layers: norms 190 in torch and 15 here, QK norm with rope and the store 380 and 80, gated
 # activations 120 and 60.
 FEW_ELEMENTS = 1 << 18  # about 0.1 ms of one thread
 
