@@ -115,6 +115,18 @@ def test_a_part_of_a_weight_has_its_own_codes(method: Method, tmp_path: Path) ->
             assert torch.equal(checkpoint.read_part(name, part), meant[name][part])
 
 
+@pytest.mark.parametrize("method", CONFIGS)
+def test_a_rank_keeps_the_codes_of_whole_groups(method: Method, tmp_path: Path) -> None:
+    stored, meant = quantized(method)
+    name = "model.layers.1.mlp.down_proj.weight"  # [16, 32]
+    with Checkpoint(write(tmp_path, method, stored), quantization=method) as checkpoint:
+        for part in ((slice(8, 16), slice(0, 32)), (slice(0, 16), slice(16, 32))):
+            found = checkpoint.read_quantized(name, part)
+            assert found is not None
+            assert torch.equal(found.widened(), meant[name][part])
+        assert checkpoint.read_quantized(name, (slice(0, 16), slice(4, 32))) is None
+
+
 def test_codes_and_scales_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     stored, _ = quantized("awq")
     name = "model.layers.0.mlp.up_proj"
