@@ -545,6 +545,23 @@ class GraphOptions:
         "eager captures all at the start",
         Limits(choices=("lazy", "eager")),
     )
+    disable_piecewise_cuda_graph: bool = option(
+        False,
+        "run the forwards of prompts and of mixed steps operator by operator; without it CUDA "
+        "graphs hold what is between the attention of their layers",
+    )
+    piecewise_cuda_graph_max_tokens: int = option(
+        2048,
+        "tokens of the largest forward that CUDA graphs hold in pieces",
+        Limits(low=1, high=1 << 20),
+    )
+
+    @property
+    def piece_tokens(self) -> int | None:
+        """Tokens of the largest forward in pieces; None: no forward is captured."""
+        if self.eager:
+            return None
+        return 0 if self.disable_piecewise_cuda_graph else self.piecewise_cuda_graph_max_tokens
 
 
 @dataclass(frozen=True, slots=True)

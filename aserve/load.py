@@ -245,6 +245,7 @@ def build_options(resolved: Resolved, model_dir: Path) -> BuildOptions:
         hisparse=_hisparse(resolved),
         deterministic=resolved.machine.deterministic,
         graph_rows=0 if resolved.graphs.eager else resolved.graphs.cuda_graph_max_bs,
+        piece_tokens=resolved.graphs.piece_tokens,
         max_loras=resolved.lora.max_slots,
         max_lora_rank=resolved.lora.max_lora_rank,
         threads=resolved.machine.threads,

@@ -19,8 +19,10 @@ from aserve.errors import ConfigError
 from aserve.gpu.attention.base import AttentionSite
 from aserve.gpu.attention.select import Attention, build_attention
 from aserve.gpu.attention.sparse import index_bytes_per_token
+from aserve.gpu.cudagraph.forwards import ForwardGraphs
 from aserve.gpu.cudagraph.graphs import GraphParts, StepGraphs
-from aserve.gpu.cudagraph.shapes import FEW, FILTER, GREEDY, NOISE, ShapeTable, row_counts
+from aserve.gpu.cudagraph.limits import GraphLimits
+from aserve.gpu.cudagraph.shapes import shape_table
 from aserve.gpu.cudagraph.warmup import names_the_option, run_largest_steps
 from aserve.gpu.decode.base import DecodeMode
 from aserve.gpu.decode.registry import MODES, PLAIN
@@ -40,11 +42,10 @@ from aserve.gpu.kv.layer_groups import LayerGroup, group_layers
 from aserve.gpu.kv.pools import KvOps, KvPools
 from aserve.gpu.kv.store import kv_dtype_name, kv_dtype_of
 from aserve.gpu.live_loader import LiveLoader, model_reader
-from aserve.gpu.lora.tables import LoraTables
+from aserve.gpu.lora.tables import LoraTables, refuse_adapters
 from aserve.gpu.models.base import CausalModel, DraftModel, LoadPlan
 from aserve.gpu.models.load import make_loader
 from aserve.gpu.models.pooling import PooledModel, generating
-from aserve.gpu.models.registry import Code
 from aserve.gpu.moe.two_batches import two_batches
 from aserve.gpu.parallel.collectives import ALONE, Collectives
 from aserve.gpu.parallel.experts import ExpertRanks
@@ -57,7 +58,7 @@ from aserve.gpu.spec.mode import Speculative
 from aserve.gpu.spec.prediction import Predicted, verifying
 from aserve.gpu.spec.registry import ALGORITHMS
 from aserve.gpu.spec.rejection import Verification, verification_of
-from aserve.gpu.spec.request import DraftRequest, LoadedDrafter, SpecOptions
+from aserve.gpu.spec.request import DraftRequest, LoadedDrafter, SpecOptions, refuse_drafts
 from aserve.gpu.step.future_map import SEQ_LEN, FutureMap
 from aserve.gpu.step.resolve import DeviceState
 from aserve.gpu.weights.format import WeightFormat, WeightRequest, dtype_name
@@ -95,6 +96,9 @@ class BuildOptions:
     attention: str = "auto"
     decode: str = "autoregressive"
     graph_rows: int | None = None  # rows of the largest captured step; 0 captures none
+    # Tokens of the largest forward that is captured in pieces; 0: decodes only. None: forwards are
+    # captured within whole steps only.
+    piece_tokens: int | None = None
     two_batches: bool = False  # forwards of models with experts run in two halves
     deterministic: bool = False  # logits of a token do not depend on the rest of the batch
     speculative: SpecOptions | None = None
@@ -163,7 +167,7 @@ def build_on(
     target = _target(device, options, form, ops)
     loras = None
     if options.max_loras:
-        _refuse_adapters(code)
+        refuse_adapters(code)
         loras = LoraTables(
             max_loras=options.max_loras, max_rank=options.max_lora_rank, ops=ops.lora_ops()
         )
@@ -186,7 +190,7 @@ def build_on(
     )
     speculative = options.pipeline.drafts(options.speculative)
     if speculative is not None:
-        _refuse_drafts(model)
+        refuse_drafts(model)
         loaded = ALGORITHMS[speculative.algorithm](
             DraftRequest(speculative, model, plan, ops, target_dir=options.model_dir)
         )
@@ -256,22 +260,6 @@ def _verification(
     )
 
 
-def _refuse_drafts(model: CausalModel) -> None:
-    if isinstance(model, PooledModel):
-        raise ConfigError(
-            "this model generates nothing that could be drafted", param="speculative_algorithm"
-        )
-
-
-def _refuse_adapters(code: Code) -> None:
-    if code.name != "native":
-        raise ConfigError(
-            f"--enable-lora needs a model with native code; this one has {code.name} code "
-            f"({code.why})",
-            param="enable_lora",
-        )
-
-
 def assemble(
     model: CausalModel,
     mode: DecodeMode,
@@ -297,19 +285,14 @@ def assemble(
     if num_pages is None:
         run_largest = functools.partial(_run_largest, parts)
         budget_bytes = device.kv_bytes(run_largest, share=options.memory_share)
+        budget_bytes -= parts.graph_limits.reserved_bytes
         # All ranks have the same pages, and some share the memory of a machine.
         num_sharing = options.num_processes if options.shares_memory else 1
         budget_bytes = options.ranks.least(budget_bytes // num_sharing)
     what = "the KV does not fit beside the model; lower --num-pages or --gpu-memory-utilization"
     with device.stream(), names_the_option(what):
         made = _make(parts, num_pages=num_pages, budget_bytes=budget_bytes)
-        attention = made.attention.backend
-        graphs = StepGraphs(
-            GraphParts(
-                *(made.runner, device, attention, made.spec, _shapes(parts, made)),
-                ranks=options.ranks,
-            )
-        )
+        graphs = _graphs(parts, made)
     made.attention.warn()
     pools = made.runner.state.pools
     size_bytes = pools.size_bytes
@@ -382,6 +365,20 @@ class _Parts:
     def max_batched_tokens(self) -> int:
         return self.options.max_batched_tokens or self.device.max_batched_tokens
 
+    @property
+    def graph_limits(self) -> GraphLimits:
+        """NOTE: ranks meet within a forward in collectives of the host, HiSparse keeps state on the
+        host, and halves of a batch run in turns, so their forwards are captured in no form."""
+        options = self.options
+        is_divided = options.ranks.num_ranks > 1 or options.pipeline != UNDIVIDED
+        return GraphLimits.of(
+            self.device,
+            options.graph_rows,
+            None if is_divided or options.hisparse or options.two_batches else options.piece_tokens,
+            max_rows=self.max_rows,
+            max_tokens=self.max_batched_tokens,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class _Made:
@@ -389,41 +386,38 @@ class _Made:
     spec: EngineSpec
     attention: Attention
     draft_attention: Attention | None
+    forwards: ForwardGraphs | None
 
 
 def _run_largest(parts: _Parts) -> None:
-    """Runs the largest steps with tables of their own and page 0 alone, to measure their memory."""
-    with parts.device.stream():
+    """Runs the largest steps with tables of their own and page 0 alone, and captures the largest
+    graphs, to measure their memory."""
+    what = "attention's workspace does not fit beside the model; lower --max-num-seqs"
+    with parts.device.stream(), names_the_option(what):
         made = _make(parts, num_pages=MIN_PAGES, budget_bytes=0)
         run_largest_steps(made.runner, parts.device, made.spec)
+        if parts.options.ranks is ALONE:
+            with torch.inference_mode():
+                _graphs(parts, made).capture_largest()
 
 
-def _shapes(parts: _Parts, made: _Made) -> ShapeTable:
-    """Returns the shapes of the steps that may be captured."""
-    device, graph_rows = parts.device, parts.options.graph_rows
-    caps = made.spec.decode
-    by_shape = parts.ops.sample_ops.filters_by_shape
+def _graphs(parts: _Parts, made: _Made) -> StepGraphs:
+    attention = made.attention
     # NOTE: how many tokens the others have is known to data-parallel ranks on the host alone.
-    can_capture = bool(
-        device.graph_rows
-        and not parts.options.data_parallel
-        and parts.mode.graph_widths
-        and made.attention.capabilities.can_capture
+    can_capture = attention.capabilities.can_capture and not parts.options.data_parallel
+    table = shape_table(
+        parts.mode,
+        made.spec,
+        most_rows=parts.graph_limits.rows if can_capture and parts.mode.graph_widths else 0,
+        by_shape=parts.ops.sample_ops.filters_by_shape,
+        has_drafter=parts.drafter is not None,
     )
-    max_rows = min(device.graph_rows if graph_rows is None else graph_rows, made.spec.max_rows)
-    widths = sorted({1, *parts.mode.graph_widths})
-    # Narrower windows: when the load, or the end of the outputs, leaves less to draft.
-    late_widths = dict.fromkeys(set(range(1, widths[-1])) - {*widths}, max_rows)
-    if caps.max_predicted and parts.drafter is None:
-        # NOTE: with a drafter, windows of predictions run eagerly. It may take rows that are wider
-        # than its own windows for prompts (front_rows.py).
-        late_widths[caps.max_predicted + 1] = FEW[-1]
-    return ShapeTable(
-        counts=row_counts(max_rows if can_capture else 0),
-        widths=tuple(widths),
-        samplings=(GREEDY, NOISE, FILTER) if by_shape else (GREEDY, NOISE),
-        late_widths=late_widths,
-        has_skips=caps.max_tokens_per_step > caps.root_len and not caps.whole_windows,
+    return StepGraphs(
+        GraphParts(
+            *(made.runner, parts.device, attention.backend, made.spec, table),
+            ranks=parts.options.ranks,
+            forwards=made.forwards,
+        )
     )
 
 
@@ -461,6 +455,9 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
     if options.two_batches:
         has_loras = parts.loras is not None
         fused_step = two_batches(model, attention.backend, has_loras=has_loras)
+    forwards = parts.graph_limits.forwards(
+        model, state, attention, device=device, loras=parts.loras
+    )
     runner = ModelRunner(
         RunnerParts(
             model=model,
@@ -469,7 +466,7 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
             mode=mode,
             is_debug=options.debug_checks,
             sample_ops=sample_ops,
-            fused_step=fused_step,
+            fused_step=fused_step or forwards,
             resolve=parts.ops.resolve,
             drafter=drafter,
             loras=parts.loras,
@@ -486,7 +483,7 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
         names_shared_pages=attention.capabilities.shared_pages,
         hot_bytes_per_row=state.pools.row_bytes if isinstance(state.pools, HostKvPools) else 0,
     )
-    return _Made(runner, spec, attention, draft_attention)
+    return _Made(runner, spec, attention, draft_attention, forwards)
 
 
 def _site(

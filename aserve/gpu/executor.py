@@ -52,7 +52,7 @@ import torch
 from torch import Tensor
 
 from aserve.errors import AserveError, ErrorInfo
-from aserve.gpu.cudagraph.graphs import StepGraphs
+from aserve.gpu.cudagraph.graphs import Launched, StepGraphs
 from aserve.gpu.cudagraph.warmup import run_padding_steps
 from aserve.gpu.device.base import Device, Event, slice_len_of
 from aserve.gpu.disagg.kv_access import TorchKvAccess
@@ -93,8 +93,7 @@ class TorchExecutor:
     """Implements messages.Executor. Public methods are called on the event loop's thread."""
 
     def __init__(self, parts: ExecutorParts) -> None:
-        self.spec = parts.spec
-        self.about = parts.about
+        self.spec, self.about = parts.spec, parts.about
         self._runner = parts.runner
         self._live_loader = parts.live_loader
         self._device = parts.device
@@ -121,9 +120,8 @@ class TorchExecutor:
             self._graphs.capture_all(on_progress)
 
     async def warm_up(self) -> None:
-        num_ranks = self.spec.dp_size
         await run_padding_steps(
-            lambda batch: self.launch(*[batch] * num_ranks),
+            lambda batch: self.launch(*[batch] * self.spec.dp_size),
             self.died,
             num_groups=len(self.spec.groups),
         )
@@ -201,7 +199,8 @@ class TorchExecutor:
             staged = self._stage(self._runner.stage(plan))
             self._runner.apply(batch, staged)
             packed = self._runner.step(plan, staged, publish)
-        read = functools.partial(self._read_step, plan, packed.layout, ticket, start_s)
+        launched = Launched(start_s, self._graphs.ran(graph))
+        read = functools.partial(self._read_step, plan, packed.layout, ticket, launched)
         self._copy_out(packed.words, read)
 
     def _stay_idle(self, batch: ScheduleBatch, ticket: StepTicket) -> None:
@@ -275,9 +274,9 @@ class TorchExecutor:
         return functools.partial(ticket.publish, functools.partial(seq_lens, plan, lens))
 
     def _read_step(
-        self, plan: StepPlan, layout: Layout, ticket: StepTicket, start_s: float, words: ArrayI32
+        self, plan: StepPlan, layout: Layout, ticket: StepTicket, at: Launched, words: ArrayI32
     ) -> Job:
-        start_s, self._read_s = max(start_s, self._read_s), time.perf_counter()
+        start_s, self._read_s = max(at.start_s, self._read_s), time.perf_counter()
         num_words = sum(layout.sizes)
         result = read_step(words[:num_words], layout, plan.logits, plan.prompts, plan.iteration)
         if self._is_debug:
@@ -286,7 +285,7 @@ class TorchExecutor:
         if isinstance(result, AserveError):
             return self._threads.refuse(ticket, result)
         drafts, took_us = read_drafts(words, layout, plan), (self._read_s - start_s) * 1e6
-        result = msgspec.structs.replace(result, drafts=drafts, took_us=took_us)
+        result = msgspec.structs.replace(result, drafts=drafts, took_us=took_us, ran=at.ran)
         return functools.partial(_complete_with_lens, ticket, result, plan)
 
     def _read_sample(

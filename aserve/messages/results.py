@@ -62,6 +62,7 @@ class StepResult(Message, frozen=True):
     embeddings: tuple[RowEmbedding, ...] = ()
     drafts: tuple[RowDrafts, ...] = ()  # of held rows
     took_us: float = 0.0  # of the device, which computed nothing else; 0: not known
+    ran: str = ""  # "replayed", "forward", "pieces" or "eager"; empty on devices without graphs
 
 
 class SampleResult(Message, frozen=True):

@@ -214,6 +214,12 @@ class _StepMetrics:
         self.retractions = Counter(
             "aserve_retractions", "Times that a running sequence was retracted", registry=registry
         )
+        self.ran = Counter(
+            "aserve_steps_ran",
+            "Steps by how they ran: replayed, forward, pieces or eager; devices with graphs alone",
+            ["how"],
+            registry=registry,
+        )
         self._num_retracted = 0  # as of the last launch
         self._drafts = DraftMetrics(registry)
         self.decodes = Counter(
@@ -248,6 +254,8 @@ class _StepMetrics:
     def on_tick(self, report: TickReport) -> None:
         self.finished.inc(report.num_finished)
         self.failed.inc(report.num_failed)
+        for how in report.ran:
+            self.ran.labels(how).inc()
         if report.launched is not None:
             self._launch(report.launched)
         self.running.set(report.num_running)

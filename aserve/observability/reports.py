@@ -78,6 +78,7 @@ class TickReport(Message, frozen=True):
     host_s: float = 0.0
     device_s: float = 0.0
     drafts: DraftCounts | None = None
+    ran: tuple[str, ...] = ()  # of each step that came back, on devices with graphs
 
 
 class RequestState(Message, frozen=True):
@@ -198,10 +199,12 @@ class TickReporter:
 
 def report_of(tick: SchedulerTick, *, host_s: float = 0.0, device_s: float = 0.0) -> TickReport:
     num_finished = num_failed = 0
+    ran: list[str] = []
     for event in tick.events:
         match event:
             case StepResult():
                 num_finished += 1
+                ran += [event.ran] if event.ran else []
             case StepFailed():
                 num_failed += 1
             case _:
@@ -219,6 +222,7 @@ def report_of(tick: SchedulerTick, *, host_s: float = 0.0, device_s: float = 0.0
         host_s=host_s,
         device_s=device_s,
         drafts=count_drafts(tick.effects),
+        ran=tuple(ran),
     )
 
 

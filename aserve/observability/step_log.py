@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 LINE = (
     "step iteration=%d prefill_rows=%d prefill_tokens=%d decode_rows=%d running=%d waiting=%d "
-    "cached_tokens=%d retracted=%d pages=%d/%d step_ms=%.1f tok_s=%.0f%s%s"
+    "cached_tokens=%d retracted=%d pages=%d/%d step_ms=%.1f tok_s=%.0f%s%s%s"
 )
 
 MAX_RATES = 8  # in accept_rates
@@ -35,14 +35,17 @@ class _Launched:
     took_s: float = 0.0
     is_back: bool = False
     failure: str = ""
+    ran: str = ""
 
 
 class StepLog:
     """Logs lines in launch order. With `interval_s` 0 every step has a line.
 
     tok_s is the number of tokens sampled since the last line, divided by the time in which steps
-    were in flight, so idle time does not count. With speculative decoding a line has accept_len,
-    and accept_rates: the part of the windows that accepted their first draft, their second, ...
+    were in flight, so idle time does not count. On a device with graphs a line has ran: replayed
+    (as one graph), forward or pieces (its forward, as one graph or in pieces), or eager. With
+    speculative decoding a line has accept_len, and accept_rates: the part of the windows that
+    accepted their first draft, their second, ...
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class StepLog:
             match event:
                 case StepResult():
                     self._num_sampled += num_values(event.tokens)
-                    self._finish(event.iteration, now)
+                    self._finish(event.iteration, now, ran=event.ran)
                 case SampleResult():
                     self._num_sampled += num_values(event.tokens)
                 case StepFailed():
@@ -81,12 +84,13 @@ class StepLog:
             self._busy_since_s = now
         self._launched.append(_Launched(batch, now))
 
-    def _finish(self, iteration: int, now: float, *, failure: str = "") -> None:
+    def _finish(self, iteration: int, now: float, *, failure: str = "", ran: str = "") -> None:
         for launched in self._launched:
             if launched.batch.iteration == iteration:
                 launched.is_back = True
                 launched.took_s = now - launched.at_s
                 launched.failure = failure
+                launched.ran = ran
         while self._launched and self._launched[0].is_back:
             if now >= self._next_line_at_s or self._launched[0].failure:
                 self._write(self._launched[0], now)
@@ -113,6 +117,7 @@ class StepLog:
             stats.total_pages,
             step.took_s * 1000,
             self._num_sampled / busy_s if busy_s > 0 else 0.0,
+            f" ran={step.ran}" if step.ran else "",
             _acceptance(self._drafts),
             f" failed={step.failure!r}" if step.failure else "",
         )

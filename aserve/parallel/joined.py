@@ -40,6 +40,7 @@ def joined(parts: Sequence[Outcome]) -> StepResult | StepFailed:
         embeddings=tuple(record for step in steps for record in step.embeddings),
         drafts=tuple(record for step in steps for record in step.drafts),
         took_us=max(step.took_us for step in steps),
+        ran=steps[0].ran,
     )
 
 

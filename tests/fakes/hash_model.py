@@ -106,7 +106,7 @@ class HashModel:
             return _read_latents(attend, self.layers[layer], values)
         heads = values.new_zeros((len(values), NUM_HEADS + 2, HEAD_DIM))
         heads[:, -1] = values
-        return attend(self.layers[layer], AttentionInputs(heads)).flatten(1)
+        return attend(self.layers[layer], AttentionInputs(heads)).flatten(1).clone()
 
 
 class FlakyModel(HashModel):

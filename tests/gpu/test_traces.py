@@ -183,6 +183,7 @@ def traces(draw: st.DrawFn) -> Trace:
             "prefix_cache": draw(st.booleans()),
             "attention": draw(st.sampled_from(backends)),
             "graph_rows": graph_rows,
+            "piece_tokens": draw(st.sampled_from([None, 0, 9, 64])),
             "hisparse": draw(st.none() | hot) if is_sparse else None,
         },
         window=window,

@@ -230,6 +230,16 @@ def test_metrics_show_what_was_reported() -> None:
     assert found == expected
 
 
+def test_steps_are_counted_by_how_they_ran_where_devices_have_graphs() -> None:
+    metrics = Metrics()
+    events: list[SchedulerEvent] = [
+        StepResult(n, b"", b"", b"", ran=ran) for n, ran in enumerate(("pieces", "", "pieces"))
+    ]
+    metrics.on_report(report_of(SchedulerTick(events, [])))
+    assert metrics.registry.get_sample_value("aserve_steps_ran_total", {"how": "pieces"}) == 2
+    assert metrics.registry.get_sample_value("aserve_steps_ran_total", {"how": ""}) is None
+
+
 def outputs(*windows: tuple[int, int]) -> StepOutput:
     """Outputs of windows, each with its numbers of drafts and of tokens."""
     sequences = [

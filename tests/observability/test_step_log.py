@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -137,3 +138,15 @@ def test_a_failed_step_always_has_its_line(caplog: pytest.LogCaptureFixture) -> 
     log.on_tick(tick(events=[result(1), StepFailed(2, error)]))
     assert iterations(caplog.messages) == [1, 2]
     assert "failed='out of luck'" in caplog.messages[1]
+
+
+def test_a_line_says_how_its_step_ran_where_devices_have_graphs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log = StepLog(interval_s=0, clock=ManualClock())
+    log.on_tick(tick(effects=[launch(1), launch(2)]))
+    replayed = msgspec.structs.replace(result(1), ran="pieces")
+    log.on_tick(tick(events=[replayed, result(2)]))
+    first, second = caplog.messages
+    assert " ran=pieces" in first
+    assert "ran=" not in second

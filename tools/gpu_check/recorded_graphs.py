@@ -1,8 +1,9 @@
 """A stand-in for CUDA graphs on the CPU. It records the torch operators of a function once, and
 each replay runs the same operators on the same tensors.
 
-As with a CUDA graph, host values keep their recorded values, and the next replay overwrites the
-results. Only torch's operators are recorded, so the function must not write through numpy or numba.
+As with a CUDA graph, host values keep their recorded values, every tensor of the recording stays
+where it is, and the next replay overwrites it. Only torch's operators are recorded, so the function
+must not write through numpy or numba.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from aserve.gpu.device.base import Captured, GraphBreak
 from aserve.gpu.device.cpu.device import CpuDevice
@@ -50,11 +51,10 @@ class Recording:
         self._parts = parts
 
     def replay(self, on_break: GraphBreak) -> Tensor:
-        made: dict[int, Tensor] = {}  # by the id of the recorded tensor
         *first_parts, last = self._parts
         for part in first_parts:
-            on_break(part.run(made))
-        return last.run(made)
+            on_break(part.run())
+        return last.run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,29 +64,25 @@ class _Call:
     kwargs: Mapping[str, object]
     made: object
 
-    def run(self, made: dict[int, Tensor]) -> None:
-        def now(recorded: Tensor) -> Tensor:
-            return made.get(id(recorded), recorded)
-
-        args, kwargs = tree_map_only(Tensor, now, (self.args, self.kwargs))
-        result = self.operator(*args, **kwargs)
+    def run(self) -> None:
+        """Writes the results where those of the recording are. Views are there already."""
+        result = self.operator(*self.args, **self.kwargs)
         for recorded, value in zip(tree_leaves(self.made), tree_leaves(result), strict=True):
-            made[id(recorded)] = value
+            if isinstance(recorded, Tensor) and _storage(recorded) != _storage(value):
+                recorded.copy_(value)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The calls up to a graph break or the end. A replay writes the result of the last call to
-    `static`.
-    """
+    """The calls up to a graph break or the end. The last one makes `static`."""
 
     calls: tuple[_Call, ...]
     static: Tensor
 
-    def run(self, made: dict[int, Tensor]) -> Tensor:
+    def run(self) -> Tensor:
         for call in self.calls:
-            call.run(made)
-        return self.static.copy_(made[id(self.static)])
+            call.run()
+        return self.static
 
 
 class _Recorder(TorchDispatchMode):
@@ -112,6 +108,10 @@ class _Recorder(TorchDispatchMode):
         static = values.clone()
         self.parts.append(_Part(tuple(self._calls), static))
         self._calls.clear()
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _syncs(func: torch._ops.OpOverload, args: tuple[object, ...]) -> bool:

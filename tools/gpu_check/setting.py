@@ -67,7 +67,9 @@ class Setting:
         return device
 
     def for_steps(self, options: BuildOptions) -> BuildOptions:
-        """Changes the options for a dry run: compiled CPU kernels cannot be recorded."""
+        """Forwards are captured within whole steps only, because replays are counted. A dry run
+        has other options: compiled CPU kernels cannot be recorded."""
+        options = dataclasses.replace(options, piece_tokens=None)
         if self.device == "cuda":
             return options
         return dataclasses.replace(options, attention="torch-ref", dtype="float64")

@@ -121,13 +121,20 @@ def _splits(site: AttentionSite) -> KvSplits:
     return KvSplits(chip, fixed_split=fixed_split(max_len))
 
 
-def _chip(device: torch.device, kv_dtype: torch.dtype) -> Chip:
+def check_kv_dtype(device: torch.device, kv_dtype: torch.dtype) -> None:
+    """Raises AttentionUnavailable if the kernel that stores KV cannot be compiled for it."""
+    if device.type != "cuda" or kv_dtype.itemsize > 1:
+        return
     capability = torch.cuda.get_device_capability(device)
-    if kv_dtype.itemsize == 1 and capability < FIRST_FP8:
+    if capability < FIRST_FP8:
         raise AttentionUnavailable(
             f"needs compute capability {FIRST_FP8} or higher for KV of fp8; this device has "
             f"{capability}"
         )
+
+
+def _chip(device: torch.device, kv_dtype: torch.dtype) -> Chip:
+    check_kv_dtype(device, kv_dtype)
     properties = torch.cuda.get_device_properties(device)
     # The driver reserves 1 KiB of each multiprocessor's shared memory.
     return Chip(

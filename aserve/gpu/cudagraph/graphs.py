@@ -51,16 +51,19 @@ All state is written on the executor's thread.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from aserve.errors import BugError
 from aserve.gpu.attention.base import AttentionBackend, StaticShape
+from aserve.gpu.cudagraph.forwards import REPLAYED, ForwardGraphs
 from aserve.gpu.cudagraph.shapes import ShapeTable, StepShape, padded_plan, padding_plan, shape_of
 from aserve.gpu.decode.base import OnPublish
 from aserve.gpu.device.base import Captured, Device, GraphBreak, slice_len_of
@@ -82,6 +85,14 @@ class GraphParts:
     spec: EngineSpec
     table: ShapeTable
     ranks: Collectives = ALONE  # that capture together
+    forwards: ForwardGraphs | None = None  # those of steps that have no graph
+
+
+class Launched(NamedTuple):
+    """When a step was launched, and how it ran (`StepGraphs.ran`)."""
+
+    start_s: float
+    ran: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,30 +137,56 @@ class StepGraphs:
 
     @property
     def about(self) -> str:
-        counts = self._parts.table.counts
-        return f"graphs of up to {counts[-1]} rows" if counts else "no graphs"
+        counts, forwards = self._parts.table.counts, self._parts.forwards
+        about = f"graphs of up to {counts[-1]} rows" if counts else "no graphs"
+        return about if forwards is None else f"{about}, {forwards.about}"
+
+    @property
+    def has_pending(self) -> bool:
+        forwards = self._parts.forwards
+        return bool(self._pending) or (forwards is not None and forwards.has_pending)
 
     def is_due(self, *, is_idle: bool) -> bool:
         """Returns whether the next pending shape is to be captured now."""
-        return bool(self._pending) and (is_idle or self._parts.ranks is not ALONE)
+        return self.has_pending and (is_idle or self._parts.ranks is not ALONE)
 
     def capture_all(self, on_progress: Callable[[int, int], None]) -> None:
         """Captures every shape that is captured at the start."""
         self._pending = dict.fromkeys(self._parts.table.at_start())
         total = len(self._pending)
+        if self._parts.forwards is not None:
+            total += self._parts.forwards.request_all()
         for number in range(total):
-            if self._pending:
+            if self.has_pending:
                 self.capture_next()
             on_progress(number + 1, total)
 
+    def capture_largest(self) -> None:
+        """Captures the largest shape of each kind."""
+        self._pending = dict.fromkeys(self._parts.table.largest())
+        if self._parts.forwards is not None:
+            self._parts.forwards.request_largest()
+        while self.has_pending:
+            self.capture_next()
+
+    def ran(self, graph: StepGraph | None) -> str:
+        """Returns how a step ran that was just launched, `graph` being its own. Empty on a device
+        that captures nothing."""
+        forwards = self._parts.forwards
+        if graph is not None or forwards is None:
+            return "" if graph is None else REPLAYED
+        return forwards.ran
+
     def find(self, plan: StepPlan) -> StepGraph | None:
-        """Returns the graph for a step, or None if it must run eagerly. A missing graph that could
-        be captured is requested.
+        """Returns the graph for a step, or None if there is none. A missing graph that could be
+        captured is requested.
 
         WHY a replay is not always faster: cascade attention is not captured, and reads a shared
-        prefix once. That can save more than the launches cost, which are hidden as long as the
-        host runs ahead of the device.
+        prefix once. Such a step runs in pieces, if forwards are captured (forwards.py).
         """
+        forwards = self._parts.forwards
+        if forwards is not None:
+            forwards.may_request = True
         planner = self._parts.attention.static_plans
         if planner and planner.is_better_eager(len(plan.rows), plan.batch.shared_pages):
             return None
@@ -163,6 +200,8 @@ class StepGraphs:
         graph = self._graphs.get(padded)
         if graph is None and not self._is_refused(padded):
             self._pending[padded] = None
+            if forwards is not None:
+                forwards.may_request = False
         return graph
 
     def replay(self, graph: StepGraph, plan: StepPlan, publish: OnPublish) -> Packed:
@@ -175,22 +214,37 @@ class StepGraphs:
 
     def capture_next(self) -> None:
         """Captures the first requested shape. One that fails, on any rank, is refused, unless the
-        device has become unusable: then this raises.
+        device has become unusable: then this raises. Whole steps come first.
         """
+        forwards = self._parts.forwards
+        if forwards is not None and not self._pending:
+            self._capture_forward(forwards)
+            return
         shape = next(iter(self._pending))
         graph: StepGraph | None = None
         reason = "it failed on another rank"
         try:
-            graph = self._capture(shape)
+            with contextlib.nullcontext() if forwards is None else forwards.paused():
+                graph = self._capture(shape)
         except Exception as error:
-            self._parts.device.mark()  # raises if the device has become unusable
-            reason = f"{type(error).__name__}: {error}"
+            reason = self._reason_of(error)
         if not self._parts.ranks.least(graph is not None) or graph is None:
             self._refuse(reason)
             return
         self._graphs[shape] = graph
         del self._pending[shape]
         logger.debug("captured rows=%d sampling=%s", shape.num_rows, shape.sampling)
+
+    def _capture_forward(self, forwards: ForwardGraphs) -> None:
+        try:
+            forwards.capture_next()
+        except Exception as error:
+            forwards.refuse(self._reason_of(error))
+
+    def _reason_of(self, error: Exception) -> str:
+        """Raises if the error has made the device unusable."""
+        self._parts.device.mark()
+        return f"{type(error).__name__}: {error}"
 
     def _refuse(self, reason: str) -> None:
         """Drops the first requested shape, and those that differ from it by more rows."""

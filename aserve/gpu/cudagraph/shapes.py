@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from aserve.gpu.cudagraph.warmup import padding_batch
+from aserve.gpu.decode.base import DecodeMode
 from aserve.gpu.sampling.plan import RowParams
 from aserve.gpu.step.plan import StepPlan, plan_step
 from aserve.messages.base import array_i32, pack_i32
@@ -128,6 +129,28 @@ class ShapeTable:
             return self.counts
         most = self.late_widths.get(width, 0)
         return tuple(count for count in self.counts if count <= most)
+
+
+def shape_table(
+    mode: DecodeMode, spec: EngineSpec, *, most_rows: int, by_shape: bool, has_drafter: bool
+) -> ShapeTable:
+    """Returns the shapes of the steps that may be captured. `by_shape`: filters are drawn by
+    operators whose shapes follow from the plan."""
+    caps = mode.caps
+    widths = sorted({1, *mode.graph_widths})
+    # Narrower windows: when the load, or the end of the outputs, leaves less to draft.
+    late_widths = dict.fromkeys(set(range(1, widths[-1])) - {*widths}, most_rows)
+    if caps.max_predicted and not has_drafter:
+        # NOTE: with a drafter, windows of predictions run eagerly. It may take rows that are wider
+        # than its own windows for prompts (front_rows.py).
+        late_widths[caps.max_predicted + 1] = FEW[-1]
+    return ShapeTable(
+        counts=row_counts(most_rows),
+        widths=tuple(widths),
+        samplings=(GREEDY, NOISE, FILTER) if by_shape else (GREEDY, NOISE),
+        late_widths=late_widths,
+        has_skips=caps.max_tokens_per_step > caps.root_len and not caps.whole_windows,
+    )
 
 
 def padded_plan(plan: StepPlan, shape: StepShape, page_size: int) -> StepPlan:

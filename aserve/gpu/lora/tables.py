@@ -22,6 +22,7 @@ from aserve.errors import ConfigError
 from aserve.gpu.layers.grouped_linear import GroupedLinearOp
 from aserve.gpu.layers.linear import LinearOp
 from aserve.gpu.lora.adapter import LoraAdapter, LoraModule, read_adapter
+from aserve.gpu.models.registry import Code
 from aserve.gpu.sampling.params import RowTables
 from aserve.gpu.weights.checkpoint import listed
 from aserve.gpu.weights.source import WHOLE, Shard, WeightSource
@@ -153,6 +154,16 @@ class LoraTables:
                     columns = slice(int(stack.bounds[part]), int(stack.bounds[part + 1]))
                     stack.a[slot, part, :rank].copy_(module.a)
                     stack.b[slot, :rank, columns].copy_(module.b.t())
+
+
+def refuse_adapters(code: Code) -> None:
+    """Raises ConfigError for a model whose layers take no adapters."""
+    if code.name != "native":
+        raise ConfigError(
+            f"--enable-lora needs a model with native code; this one has {code.name} code "
+            f"({code.why})",
+            param="enable_lora",
+        )
 
 
 class LoraLinear:

@@ -68,7 +68,8 @@ class Attend(Protocol):
     stores for this forward's tokens, then attends to all keys that the layer's mask admits."""
 
     def __call__(self, layer: LayerSpec, inputs: AttentionInputs, /) -> Tensor:
-        """Returns [tokens, num_heads, head_dim], or value_dim in place of head_dim for latents."""
+        """Returns [tokens, num_heads, head_dim], or value_dim in place of head_dim for latents. The
+        result is valid until the next call for another layer."""
 
 
 @dataclass(slots=True)

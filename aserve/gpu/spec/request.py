@@ -11,6 +11,7 @@ import msgspec
 from aserve.errors import ConfigError
 from aserve.gpu.device.ops import TORCH_OPS, DeviceOps
 from aserve.gpu.models.base import CausalModel, DraftModel, LoadPlan
+from aserve.gpu.models.pooling import PooledModel
 from aserve.gpu.models.vision_language import VisionLanguageModel
 from aserve.gpu.spec.base import Drafter
 from aserve.gpu.spec.fused import FuseDrafter
@@ -119,3 +120,11 @@ class LoadedDrafter:
     model: DraftModel | None  # None: it drafts without a model
     about: str  # for the log
     fuse: FuseDrafter | None = None  # None: its steps run operator by operator
+
+
+def refuse_drafts(model: CausalModel) -> None:
+    """Raises ConfigError for a model that generates nothing."""
+    if isinstance(model, PooledModel):
+        raise ConfigError(
+            "this model generates nothing that could be drafted", param="speculative_algorithm"
+        )

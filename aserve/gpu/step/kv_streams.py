@@ -32,6 +32,11 @@ class KvStreams:
         self._current = [each for number, each in self._wanted if number == iteration]
         self._wanted = [wanted for wanted in self._wanted if wanted[0] > iteration]
 
+    @property
+    def are_open(self) -> bool:
+        """Whether somebody wants the KV of the current step."""
+        return bool(self._current)
+
     def watched(self, attend: Attend, num_tokens: int) -> Attend:
         """Attention that tells when a layer has stored the KV of all tokens of the forward."""
         if not self._current:

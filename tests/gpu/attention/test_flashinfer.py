@@ -22,13 +22,13 @@ from aserve.gpu.attention.base import (
 )
 from aserve.gpu.attention.flashinfer.backend import KIND, FlashInfer, build_flashinfer
 from aserve.gpu.attention.flashinfer.page_indices import KERNELS, CsrOps
-from aserve.gpu.attention.flashinfer.wrappers import Queries, queries_of
+from aserve.gpu.attention.flashinfer.wrappers import Queries, decode_bytes, queries_of
 from aserve.gpu.attention.reference import TorchReference
 from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.decode.base import StepRunner
 from aserve.gpu.device.base import Device
 from aserve.gpu.device.cpu.device import CpuDevice
-from aserve.gpu.kv.layer_groups import AttentionInputs, Mask, group_layers
+from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec, Mask, group_layers
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.spec.base import DraftRows, Drafts
 from aserve.gpu.spec.mode import Speculative
@@ -387,3 +387,26 @@ def test_trees_are_verified_in_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert served.outputs == plain_tokens([asked], model)
     assert len(served.batches) < 15
     assert device.num_replays > 5
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "num_rows", "mib"),
+    [(64, 8, 512, 386), (40, 8, 1024, 423), (128, 8, 256, 515), (16, 8, 1, 1)],
+)
+def test_the_workspace_has_room_for_a_tile_of_each_row_of_a_captured_decode(
+    num_heads: int, num_kv_heads: int, num_rows: int, mib: int
+) -> None:
+    """The sizes in MiB are those that FlashInfer 0.6.3 computes for heads of 128 elements."""
+    spec = LayerSpec(0, num_heads, num_kv_heads, 128, 1.0)
+    assert decode_bytes(spec, num_rows) == pytest.approx(mib * (1 << 20), abs=1 << 20)
+
+
+def test_a_lack_of_memory_does_not_make_the_backend_unavailable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def compile_kernels(_backend: FlashInfer) -> None:
+        raise torch.OutOfMemoryError("no memory, as the test wants it")
+
+    monkeypatch.setattr(FlashInfer, "compile_kernels", compile_kernels)
+    with pytest.raises(torch.OutOfMemoryError):
+        build_flashinfer(FakeFlashInfer(), site_of(PLAIN, PLAIN.pools(1)))

@@ -48,6 +48,7 @@ class Kind:
     softcap: float | None = None
     kv_dtype: torch.dtype | None = None
     value_dim: int | None = None  # of latents
+    num_kv_heads: int = 4  # for 16 query heads
 
     def layers(self) -> tuple[LayerSpec, ...]:
         """Grouped queries, or latents."""
@@ -55,7 +56,9 @@ class Kind:
             return (LayerSpec(0, 16, 1, self.head_dim, 0.1, value_dim=self.value_dim),)
         size, cap = self.head_dim, self.softcap
         return tuple(
-            LayerSpec(i, 16, 4, size, size**-0.5, window, cap, kv_scales=(0.5, 0.25))
+            LayerSpec(
+                *(i, 16, self.num_kv_heads, size, size**-0.5, window, cap), kv_scales=(0.5, 0.25)
+            )
             for i, window in enumerate(self.windows)
         )
 
@@ -63,6 +66,8 @@ class Kind:
 # Each window, cap and dtype is a program that is compiled for a minute: on CUDA what engines have
 # mostly, and one of everything else.
 PLAIN = Kind(128, torch.bfloat16, (None,))
+# As Qwen3-0.6B: decodes of 2 query heads per KV head use the kernel without tensor cores.
+TWO_PER_KV_HEAD = Kind(128, torch.bfloat16, (None,), num_kv_heads=8)
 WINDOW_AND_CAP = Kind(64, torch.float16, (37,), softcap=20.0)
 EIGHT_BITS = Kind(128, torch.bfloat16, (None,), kv_dtype=torch.float8_e4m3fn)
 LATENTS = Kind(576, torch.bfloat16, (None,), value_dim=512)
@@ -110,6 +115,7 @@ def _workspace(request: pytest.FixtureRequest, place: str) -> None:
 @cases(
     Kind(64, torch.bfloat16, (None, 37), softcap=20.0, kv_dtype=torch.float8_e4m3fn),
     bfloat16=PLAIN,
+    two_per_kv_head=TWO_PER_KV_HEAD,
     latents=LATENTS,
     kv_of_eight_bits=EIGHT_BITS,
     window_and_cap=WINDOW_AND_CAP,
@@ -143,6 +149,7 @@ def test_rows_that_share_their_first_pages_equal_the_reference(
 @cases(
     WINDOW_AND_CAP,
     bfloat16=PLAIN,
+    two_per_kv_head=TWO_PER_KV_HEAD,
     latents=LATENTS,
     kv_of_eight_bits=EIGHT_BITS,
     window_and_cap=WINDOW_AND_CAP,

@@ -46,6 +46,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import logging
 import subprocess
 from collections.abc import Mapping
 from typing import TypeAlias, cast
@@ -79,7 +80,7 @@ from aserve.gpu.attention.flashinfer.wrappers import (
     check_version,
     queries_of,
 )
-from aserve.gpu.attention.triton import make_sparse_ops
+from aserve.gpu.attention.triton import check_kv_dtype, make_sparse_ops
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec, Mask
 from aserve.gpu.kv.pools import LayerKv
 from aserve.gpu.models.base import Attend
@@ -90,6 +91,8 @@ from aserve.gpu.step.forward_batch import (
     ForwardOverrides,
 )
 from aserve.messages.base import ArrayI32
+
+logger = logging.getLogger(__name__)
 
 # A failing compiler or linker, or a release of the package whose arguments have other names.
 BUILD_ERRORS = (
@@ -219,7 +222,12 @@ class FlashInfer:
         samples += [(1, 0, NO_OVERRIDES), (1, 1, NO_OVERRIDES)]
         if self._site.has_tree_masks:
             samples.append((2, 0, chain))
-        for query_len, num_shared, overrides in samples:
+        for number, (query_len, num_shared, overrides) in enumerate(samples):
+            logger.info(
+                "compiling FlashInfer's kernels, %d of %d; this takes minutes where "
+                "flashinfer-jit-cache is not installed and no earlier start has compiled them",
+                *(number + 1, len(samples)),
+            )
             padding = _padding(query_len, where, kv_len=num_shared * self._site.pools.page_size)
             padding = dataclasses.replace(padding, shared_pages=num_shared)
             batch = ForwardBatch.init_new(padding, self._site.pools, overrides)
@@ -272,8 +280,10 @@ def _padding(query_len: int, where: torch.device, *, kv_len: int) -> DeviceBatch
 def build_flashinfer(
     package: FlashInferPackage, site: AttentionSite, *, ops: CsrOps = KERNELS
 ) -> FlashInfer:
-    """Raises AttentionUnavailable if the kernels cannot be compiled or run."""
+    """Raises AttentionUnavailable if the kernels cannot be compiled or run. A lack of memory is
+    passed on, because it says nothing about the kernels."""
     check_version(package)
+    check_kv_dtype(site.pools.device, site.pools.dtype)
     if any(layer.mask is Mask.NONE and layer.window is not None for layer in site.layers):
         raise AttentionUnavailable("has no windows in layers without a causal mask")
     check_latents(site)
@@ -281,6 +291,8 @@ def build_flashinfer(
         with site.device.stream():
             backend = FlashInfer(package, site, ops=ops)
             backend.compile_kernels()
+    except torch.OutOfMemoryError:
+        raise
     except BUILD_ERRORS as error:
         raise AttentionUnavailable(f"cannot be compiled or run: {_first_line(error)}") from error
     return backend

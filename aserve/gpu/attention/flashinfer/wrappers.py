@@ -30,6 +30,7 @@ LAYOUT = "NHD"  # [pages, page_size, kv_heads, head_dim], as our pools are
 # heads per KV head * concurrent thread blocks (two on each of 132 multiprocessors) * tile of 128
 # queries * head_dim * 4 bytes; this is enough for 8 query heads of 256 or 16 of 128.
 FLOAT_BYTES = 384 << 20
+DECODE_TILE = 16  # queries of a KV head in one tile of a decode; 64 from more heads on
 # The planner writes a few numbers per row and thread block; a wrapper's own default is 8 MiB.
 STATIC_INT_BYTES = 1 << 20
 FP8 = torch.float8_e4m3fn
@@ -61,6 +62,16 @@ def queries_of(query_lens: ArrayI32, lens: ArrayI32) -> Queries:
         return Queries.DECODE
     tiled = (-(-query_lens // HOPPER_TILE) * HOPPER_TILE).astype(np.int64) @ lens
     return Queries.FULL_TILES if tiled <= MAX_PADDING * needed else Queries.PARTIAL_TILES
+
+
+def decode_bytes(layer: LayerSpec, num_rows: int) -> int:
+    """Returns the workspace of a captured decode of `num_rows` rows in FlashInfer 0.6: a partial
+    result and its log-sum-exp, in float32, for each query of each tile. The planner rounds every
+    row up to a tile of its own."""
+    per_kv_head = -(-layer.num_heads // layer.num_kv_heads)
+    tile = DECODE_TILE if per_kv_head <= DECODE_TILE else 4 * DECODE_TILE
+    num_tiles = -(-num_rows * per_kv_head // tile) + num_rows - 1
+    return layer.num_heads * num_tiles * tile * (layer.out_dim + 1) * 4
 
 
 class Wrapper(Protocol):
@@ -162,7 +173,10 @@ class Wrappers:
     def __init__(self, package: FlashInferPackage, site: AttentionSite) -> None:
         self._package = package
         self._site = site
-        self._float_workspace = self._bytes(FLOAT_BYTES)
+        num_rows = site.pools.page_tables[0].shape[0]
+        self._float_workspace = self._bytes(
+            max(FLOAT_BYTES, *(decode_bytes(layer, num_rows) for layer in site.layers), 0)
+        )
         self._int_workspaces: dict[LayerKind, Tensor] = {}
 
     def make(self, kind: LayerKind, queries: Queries) -> Wrapper:
