@@ -24,8 +24,10 @@ from aserve.gpu.cudagraph.forwards import (
     token_counts,
 )
 from aserve.gpu.cudagraph.graphs import StepGraph, StepGraphs
+from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.messages.requests import AdmitRequest
+from aserve.tiny import MODEL_DIR
 from tests.fakes.cuda import FakeCuda
 from tests.fakes.graph_device import GraphDevice
 from tests.fakes.hash_model import VOCAB, HashModel
@@ -33,6 +35,7 @@ from tests.gpu.cuda.test_engine import KINDS
 from tests.gpu.device.cuda.test_device import executor_on
 from tests.gpu.drive import captured, make_executor, request, serve
 from tests.gpu.plain_engine import plain_run, plain_tokens
+from tests.load_model import load_model
 
 STEM = [(11 * i * i + 5 * i + 3) % VOCAB for i in range(40)]
 NO_SUCH_ID = 10**9
@@ -203,3 +206,24 @@ def test_results_say_how_their_step_ran() -> None:
         patch.setattr(_Drive, "_next_event", noted)
         serve(executor, [request("r", STEM[:6], max_tokens=3)])
     assert kinds == [PIECES, REPLAYED, REPLAYED]
+
+
+def decoder_executor(**options: Any) -> TorchExecutor:
+    model = load_model(MODEL_DIR, dtype="float64", max_model_len=64)
+    sizes: dict[str, Any] = {"max_rows": 3, "max_batched_tokens": 9, "attention": "torch-ref"}
+    return make_executor(model, device=GraphDevice(), **sizes, **options)
+
+
+def test_a_decoder_gives_the_same_tokens_in_pieces(ran: list[str]) -> None:
+    """With rope and head norms; prompts of 5 to 13 tokens in chunks of at most 9."""
+    requests = [
+        request(f"r{n}", [7 * i * i + n for i in range(5 + 4 * n)], logprobs=n % 2, max_tokens=6)
+        for n in range(3)
+    ]
+    eager = serve(decoder_executor(graph_rows=0), requests)
+    ran.clear()
+    replayed = serve(captured(decoder_executor(graph_rows=2, piece_tokens=8)), requests)
+    assert replayed.outputs == eager.outputs
+    assert {"pieces", "forward"} <= set(ran)
+    for key, logprobs in eager.logprobs.items():
+        assert replayed.logprobs[key] == pytest.approx(logprobs, abs=1e-9)
