@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from aserve.errors import ConfigError
@@ -29,12 +29,13 @@ def process_tree(pid: int) -> Iterator[Path]:
         waiting += [PROC / child for text in children for child in text.split()]
 
 
-def place_on(pid: int, cores: Iterable[int]) -> None:
-    """Lets all threads of a process and of its descendants run only on these cores."""
+def run_when_idle(pid: int) -> None:
+    """Gives all threads of a process and of its descendants only the time that others leave, and
+    none while others want it."""
     for process in process_tree(pid):
         for task in (process / "task").iterdir():
             with contextlib.suppress(ProcessLookupError):  # the thread has ended
-                os.sched_setaffinity(int(task.name), cores)
+                os.sched_setscheduler(int(task.name), os.SCHED_IDLE, os.sched_param(0))
 
 
 TICKS = (13, 14, 15, 16)  # indices of utime, stime, cutime and cstime in /proc/PID/stat: proc(5)

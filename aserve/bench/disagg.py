@@ -10,21 +10,21 @@ from __future__ import annotations
 import asyncio
 import functools
 import multiprocessing
-import os
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, closing
 from multiprocessing.connection import Connection as Pipe
 
 import aiohttp
 import msgspec
 import numpy as np
+from msgspec.structs import astuple
 
-from aserve.bench.cpu_time import place_on
+from aserve.bench.cpu_time import run_when_idle
 from aserve.bench.options import DisaggBenchOptions
 from aserve.bench.result import BenchResult, Table, median, percentile
-from aserve.bench.server_start import RunningServer, serving
+from aserve.bench.server_start import serving
 from aserve.bench.streamed import Answer, send_request
 from aserve.config import Resolved
 from aserve.disagg.carriers import Inlets, Outlets, receive_values
@@ -37,9 +37,10 @@ COPY_BYTES = 4 << 20
 MANY = 32  # blocks of a copy, so that no processor's cache has them
 NOTE = (
     "added_ttft_ms: the first token from two servers, less that from one, prompts in turns. "
-    "Transfers count their checksums. Goals: a transfer at 0.7 of a plain socket's rate, and an "
-    "ITL p99 of at most 1.3 medians while prompts arrive, for which the servers that decode have a "
-    "core of their own."
+    "Transfers count their checksums. Lines without prompts are what the machine gives. The server "
+    "that prefills runs when no other process wants its core, as if it had a machine of its own. "
+    "Goals: a transfer at 0.7 of a plain socket's rate, and an ITL p99 of at most 1.3 medians from "
+    "two servers while prompts arrive."
 )
 
 
@@ -50,20 +51,45 @@ class CarrierRate(msgspec.Struct, frozen=True):
     of_copy: float
 
 
+class Jitter(msgspec.Struct, frozen=True):
+    """The times between the tokens of streams: the median, and the p99 in medians. The server's are
+    those at which it had the tokens, before anything was written to the client."""
+
+    servers: str
+    prompts: int  # long ones that were computed meanwhile
+    client_ms: float
+    client_p99: float
+    server_ms: float
+    server_p99: float
+
+
+class Servers(msgspec.Struct, frozen=True):
+    ttft_one_ms: float
+    ttft_two_ms: float
+    added_ttft_ms: float
+    itls: list[Jitter]
+
+
 def run(options: DisaggBenchOptions, _resolved: Resolved) -> BenchResult:
     rates = measure_rates(options)
+    tables = [_table("bytes of blocks between two processes", rates)]
+    if not options.prompts:
+        return BenchResult({"rates": rates}, tuple(tables), (NOTE,))
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        figures = runner.run(_measure_servers(options)) if options.prompts else {}
-    names = CarrierRate.__struct_fields__
+        found = runner.run(_measure_servers(options))
+    names = ("ttft_one_ms", "ttft_two_ms", "added_ttft_ms")
+    times = [getattr(found, name) for name in names]
+    tables.append(Table("the first token", names, [[f"{value:,.2f}" for value in times]]))
+    tables.append(_table("times between tokens", found.itls))
+    return BenchResult({**msgspec.structs.asdict(found), "rates": rates}, tuple(tables), (NOTE,))
+
+
+def _table(title: str, lines: Sequence[CarrierRate | Jitter]) -> Table:
     rows = [
-        [one.carrier, *(f"{value:.2f}" for value in msgspec.structs.astuple(one)[1:])]
-        for one in rates
+        [f"{value:.2f}" if isinstance(value, float) else f"{value}" for value in astuple(line)]
+        for line in lines
     ]
-    tables = [Table("bytes of blocks between two processes", names, rows)]
-    if figures:
-        texts = [f"{value:,.2f}" for value in figures.values()]
-        tables.append(Table("two servers beside one", tuple(figures), [texts]))
-    return BenchResult({**figures, "rates": rates}, tuple(tables), (NOTE,))
+    return Table(title, lines[0].__struct_fields__, rows)
 
 
 # ------------------------------------------------------------ bytes
@@ -172,7 +198,7 @@ def _read_blocks(inlets: Inlets, sock: socket.socket, num_blocks: int) -> None:
 # ------------------------------------------------------------ servers
 
 
-async def _measure_servers(options: DisaggBenchOptions) -> dict[str, float]:
+async def _measure_servers(options: DisaggBenchOptions) -> Servers:
     common = ("--grammar-workers", "0", "--threads", "1", *options.server_options.split())
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
@@ -188,44 +214,47 @@ async def _measure_servers(options: DisaggBenchOptions) -> dict[str, float]:
             for address, times in ttfts.items():
                 answer = await _ask(client, address, _body(number, options.prompt_len, 2))
                 times += [] if number < 0 else [1e3 * (answer.ttft_s or 0.0)]
-        _share_cores(decoding=(one, pair), other=(prefill.pid, os.getpid()))
-        jitters = [await _jitter(client, address, options) for address in ttfts]
+        run_when_idle(prefill.pid)
+        measure = functools.partial(_jitter, client, options=options)
+        jitters = [
+            await measure(address, name=name, has_prompts=has_prompts, turn=turn)
+            for turn in range(options.turns)
+            for has_prompts in (False, True)
+            for name, address in zip(("one", "two"), ttfts, strict=True)
+        ]
     alone, fetched = (median(times) for times in ttfts.values())
-    figures = {"ttft_one_ms": alone, "ttft_two_ms": fetched, "added_ttft_ms": fetched - alone}
-    for name, (middle_ms, p99_ms) in zip(("one", "two"), jitters, strict=True):
-        figures[f"itl_{name}_ms"] = middle_ms
-        figures[f"itl_{name}_p99_medians"] = p99_ms / middle_ms
-    return figures
-
-
-def _share_cores(*, decoding: Iterable[RunningServer], other: Iterable[int]) -> None:
-    """Gives one core to the servers that decode, of which one at a time is busy, and the others to
-    the processes that prefill or measure."""
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) > 1:
-        for server in decoding:
-            place_on(server.pid, cores[-1:])
-        for pid in other:
-            place_on(pid, cores[:-1])
+    return Servers(alone, fetched, fetched - alone, jitters)
 
 
 async def _jitter(
-    client: aiohttp.ClientSession, address: str, options: DisaggBenchOptions
-) -> tuple[float, float]:
-    """Returns median and p99 of the times between tokens of streams, in ms, while prompts arrive
-    one after the other.
-    """
+    client: aiohttp.ClientSession,
+    address: str,
+    *,
+    name: str,
+    has_prompts: bool,
+    turn: int,
+    options: DisaggBenchOptions,
+) -> Jitter:
+    """Measures the times between the tokens of streams, while prompts arrive one after the other or
+    without any."""
+    first, num_prompts = 10**7 * (1 + 2 * turn + has_prompts), 0
     async with asyncio.TaskGroup() as group:
         streams = [
-            group.create_task(_ask(client, address, _body(10**6 + n, 8, options.output_len)))
+            group.create_task(_ask(client, address, _body(first + n, 8, options.output_len)))
             for n in range(options.streams)
         ]
-        number = 10**7
-        while not all(stream.done() for stream in streams):
-            number += 1
+        while has_prompts and not all(stream.done() for stream in streams):
+            num_prompts += 1
+            number = first + options.streams + num_prompts
             await _ask(client, address, _body(number, options.prompt_len, 1))
-    itls = [1e3 * itl_s for stream in streams for itl_s in stream.result().itls_s]
-    return median(itls), percentile(itls, 99)
+    answers = [stream.result() for stream in streams]
+    itls_ms = [1e3 * itl_s for answer in answers for itl_s in answer.itls_s]
+    own = [answer.timings for answer in answers if answer.timings is not None]
+    client_ms, server_ms = median(itls_ms), median([each.itl_p50_ms for each in own])
+    return Jitter(
+        *(name, num_prompts, client_ms, percentile(itls_ms, 99) / client_ms),
+        *(server_ms, median([each.itl_p99_ms for each in own]) / server_ms),
+    )
 
 
 async def _ask(client: aiohttp.ClientSession, address: str, body: dict[str, object]) -> Answer:
@@ -244,5 +273,5 @@ def _body(number: int, num_tokens: int, max_tokens: int) -> dict[str, object]:
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
-        "stream_options": {"include_usage": True},
+        "stream_options": {"include_usage": True, "include_timings": True},
     }

@@ -160,6 +160,7 @@ class DisaggBenchOptions:
     prompts: int = option(20, "prompts to one and to two servers; 0: no servers", Limits(low=0))
     prompt_len: int = option(1000, "tokens of a prompt", Limits(low=2))
     streams: int = option(4, "running streams while long prompts arrive", Limits(low=1))
+    turns: int = option(2, "turns in which streams run without and with prompts", Limits(low=1))
     output_len: int = option(400, "tokens of such a stream", Limits(low=2))
     server_options: str = option(
         "", "options of all servers, such as a model, in one text", Limits(metavar="TEXT")

@@ -14,6 +14,13 @@ import aiohttp
 import msgspec
 
 
+class Timings(msgspec.Struct):
+    """The server's own times between two chunks."""
+
+    itl_p50_ms: float = 0.0
+    itl_p99_ms: float = 0.0
+
+
 @dataclass(slots=True)
 class Answer:
     """The times and token counts of one answer. `error` is not empty if the request failed."""
@@ -24,6 +31,7 @@ class Answer:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    timings: Timings | None = None  # of the server, for a body with `include_timings`
     error: str = ""
 
     @property
@@ -114,6 +122,7 @@ class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: _Details | None = None
+    timings: Timings | None = None
 
 
 class _Chunk(msgspec.Struct):
@@ -130,3 +139,4 @@ def _count(usage: _Usage, answer: Answer) -> None:
     answer.prompt_tokens = usage.prompt_tokens
     answer.completion_tokens = usage.completion_tokens
     answer.cached_tokens = details.cached_tokens or 0
+    answer.timings = usage.timings

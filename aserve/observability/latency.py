@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 from msgspec import UNSET, UnsetType
 
 from aserve.messages.base import num_values
@@ -59,6 +60,9 @@ class Timings(msgspec.Struct):
     prefill_chunks: int
     num_retractions: int
     states: dict[str, float]
+    itl_p50_ms: float | UnsetType = UNSET  # between chunks, when the server had them
+    itl_p99_ms: float | UnsetType = UNSET
+    itl_max_ms: float | UnsetType = UNSET
     draft_n: int | UnsetType = UNSET  # verified
     draft_n_accepted: int | UnsetType = UNSET
     draft_windows: int | UnsetType = UNSET  # decodes that verified drafts
@@ -91,6 +95,8 @@ class Timeline:
     num_retractions: int = 0
     num_tokens: int = 0  # of all choices
     usages: dict[int, Usage] = field(default_factory=dict)  # the last one of each choice
+    itls_s: list[float] = field(default_factory=list)  # between two chunks of a choice
+    sent_s: dict[int, float] = field(default_factory=dict)  # when each choice had its last chunk
 
     def __post_init__(self) -> None:
         self.since_s = self.started_s
@@ -104,6 +110,16 @@ class Timeline:
         self._end_phase(at_s)
         self.num_retractions += state == "retracted" != self.state
         self.state, self.since_s = state, at_s
+
+    def note_chunk(self, chunk: OutputChunk, at_s: float) -> None:
+        num_tokens = num_values(chunk.token_ids)
+        self.num_tokens += num_tokens
+        self.usages[chunk.child] = chunk.usage
+        if not num_tokens:
+            return
+        if chunk.child in self.sent_s:
+            self.itls_s.append(at_s - self.sent_s[chunk.child])
+        self.sent_s[chunk.child] = at_s
 
     def _end_phase(self, at_s: float) -> None:
         """Notes the time in the present state, together with the one before it if both are of one
@@ -156,8 +172,7 @@ class Latency:
         timeline = self._open.get(chunk.request_id)
         if timeline is None:
             return chunk
-        timeline.num_tokens += num_values(chunk.token_ids)
-        timeline.usages[chunk.child] = chunk.usage
+        timeline.note_chunk(chunk, self._clock())
         if not chunk.is_last:
             return chunk
         del self._open[chunk.request_id]
@@ -210,6 +225,9 @@ def timings_of(timeline: Timeline, chunk: OutputChunk) -> Timings:
         num_retractions=timeline.num_retractions,
         states={state: 1000 * seconds for state, seconds in times.items()},
     )
+    if timeline.itls_s:
+        at_ms = [1000 * float(each) for each in np.percentile(timeline.itls_s, (50, 99, 100))]
+        timings.itl_p50_ms, timings.itl_p99_ms, timings.itl_max_ms = at_ms
     drafts = sum(map(_drafts_of, timeline.usages.values()), start=DraftCounts())
     if drafts.num_windows:
         timings.draft_n, timings.draft_n_accepted = drafts.num_drafts, drafts.num_accepted

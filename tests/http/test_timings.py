@@ -61,6 +61,16 @@ async def test_the_parts_of_an_answer_add_up_to_the_whole(server: WholeServer) -
     assert (counts, timings["num_retractions"]) == ([50, 0, 6], 0)
 
 
+async def test_the_times_between_the_chunks_of_a_choice_are_told(server: WholeServer) -> None:
+    answer, _ = await asked(server, "/v1/completions", LONG | {"include_timings": True, "n": 2})
+    timings = answer["usage"]["timings"]
+    middle, tail, longest = (timings[f"itl_{name}_ms"] for name in ("p50", "p99", "max"))
+    assert 0 <= middle <= tail <= longest <= timings["total_ms"]
+    one = LONG | {"include_timings": True, "max_tokens": 1}
+    answer, _ = await asked(server, "/v1/completions", one)
+    assert "itl_p50_ms" not in answer["usage"]["timings"]
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
