@@ -1,5 +1,6 @@
 """`aserve bench parallel` compares engines of several processes with one process that has as many
-threads: tensor-parallel ranks and pipeline stages, each with one part of the threads.
+threads: tensor-parallel ranks and pipeline stages, each with one part of the threads. A pipeline
+runs with a step in flight for each stage, and with one for all.
 
 Each engine runs in a process of its own (speculate_engine.py). They take turns, every second time
 in the opposite order, so that a slow moment of the machine hits all of them. Only decoding is
@@ -31,6 +32,8 @@ from aserve.messages.step import Launch, ScheduleBatch
 TITLE = "several processes over one"
 NOTE = "The scheduler and the executor alone: no actors, no text, no HTTP; prefix cache off."
 ONE, TENSOR, PIPELINE = "one process", "tensor parallel", "pipeline"
+ONE_PART = "pipeline with one step in flight"  # all rows pass the stages together
+OTHERS = {TENSOR: "tp", PIPELINE: "pp", ONE_PART: "pp_one_part"}
 NUM_SENDS = 500
 
 
@@ -39,7 +42,7 @@ def run(options: ParallelOptions, resolved: Resolved) -> BenchResult:
     asked = SpeculateOptions(rows=options.rows, output_len=options.output_len)
     engines: dict[str, SpeculateEngine] = {}
     with contextlib.ExitStack() as stack:
-        for name in (ONE, TENSOR, PIPELINE):
+        for name in (ONE, *OTHERS):
             divided = _divided(resolved, name, options.ranks, max_rows=max(counts))
             engines[name] = SpeculateEngine(asked, divided)
             stack.callback(engines[name].close)
@@ -61,9 +64,10 @@ def _divided(resolved: Resolved, name: str, num_ranks: int, *, max_rows: int) ->
         num_threads = max(1, num_threads // num_ranks)
     if name == TENSOR:
         machine = dataclasses.replace(machine, tensor_parallel_size=num_ranks)
-    if name == PIPELINE:
+    if name in (PIPELINE, ONE_PART):
+        depth = num_ranks if name == PIPELINE else 1
         machine = dataclasses.replace(machine, pipeline_parallel_size=num_ranks)
-        scheduler = dataclasses.replace(scheduler, overlap_depth=num_ranks, overlap_lead=1)
+        scheduler = dataclasses.replace(scheduler, overlap_depth=depth, overlap_lead=1)
     return dataclasses.replace(
         resolved,
         machine=dataclasses.replace(machine, threads=num_threads),
@@ -77,7 +81,7 @@ def _line(num_rows: int, runs: Mapping[str, Sequence[Run]]) -> dict[str, float]:
     """The first run of each engine warms up."""
     one = [run.rate for run in runs[ONE][1:]]
     line: dict[str, float] = {"rows": num_rows, "tok_s": round(median(one), 2)}
-    for name, key in ((TENSOR, "tp"), (PIPELINE, "pp")):
+    for name, key in OTHERS.items():
         ratios = [each.rate / rate for each, rate in zip(runs[name][1:], one, strict=True)]
         line[f"{key}_over_one"] = round(median(ratios), 3)
         line[f"{key}_spread"] = round(spread(ratios), 3)
