@@ -264,7 +264,6 @@ FOREIGN_FLAGS = (
     switch("is-embedding", "the model's directory says whether it embeds"),
     switch("headless", "a node whose --node-rank is not 0 serves no clients"),
     switch("skip-server-warmup", "the warm-up is one step"),
-    switch("disable-custom-all-reduce", "there is no custom all-reduce"),
     switch(
         "disable-frontend-multiprocessing", "the same as --processes 1", sets={"processes": "1"}
     ),
