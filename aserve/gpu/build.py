@@ -48,7 +48,9 @@ from aserve.gpu.models.load import make_loader
 from aserve.gpu.models.pooling import PooledModel, generating
 from aserve.gpu.moe.two_batches import two_batches
 from aserve.gpu.parallel.collectives import ALONE, Collectives
+from aserve.gpu.parallel.device_collectives import DeviceCollectives
 from aserve.gpu.parallel.experts import ExpertRanks
+from aserve.gpu.parallel.fused_norm import fuse_sums, with_fusable_norms
 from aserve.gpu.parallel.joint import JointDecoder
 from aserve.gpu.parallel.source import for_rank
 from aserve.gpu.parallel.stages import UNDIVIDED, Pipeline, groups_of
@@ -177,8 +179,11 @@ def build_on(
         model = options.pipeline.part_of(loader.load(plan))
     if options.experts is not None:
         options.experts.place_experts(model)
+    num_fused = _fuse_sums(model, options)
     live_loader = LiveLoader(model, loras, model_reader(loader, plan))
     about = f"{code.name} code ({code.why}), {'random weights, ' * is_dummy}{form.about}"
+    if num_fused:
+        about += f", {num_fused} sums over ranks fused with norms"
     drafter = None
     mode = mode or diffusion_mode(
         model,
@@ -213,6 +218,17 @@ def build_on(
     )
 
 
+def _fuse_sums(model: CausalModel, options: BuildOptions) -> int:
+    """Returns the number of sums over ranks that are fused with the norms behind them."""
+    ranks = options.ranks
+    if not isinstance(ranks, DeviceCollectives) or ranks.make_fused is None:
+        return 0
+    if options.data_parallel or options.two_batches:
+        return 0  # what runs between attention and MLP is not the decoder's own
+    fused = ranks.make_fused(model.hidden_size, model.dtype)
+    return 0 if fused is None else fuse_sums(model, fused)
+
+
 def _target(device: Device, options: BuildOptions, form: WeightFormat, ops: DeviceOps) -> Target:
     """Returns the target of this rank's part of the model."""
     target = Target(
@@ -223,6 +239,9 @@ def _target(device: Device, options: BuildOptions, form: WeightFormat, ops: Devi
         ops.elementwise,
         LinearBits(form.stored_bits, form.kept_bits),
     )
+    if isinstance(options.ranks, DeviceCollectives):
+        elementwise = with_fusable_norms(target.elementwise, options.ranks)
+        target = dataclasses.replace(target, elementwise=elementwise)
     unsupported: dict[str, object] = {
         "--enable-hisparse": options.hisparse,
         "--dllm-algorithm": options.denoising,

@@ -141,6 +141,8 @@ class Check:
             return "torch finds no GPU on this machine"
         if part.needs_gpu and device != "cuda":
             return "it needs a GPU"
+        if device == "cuda" and (found := torch.cuda.device_count()) < part.num_gpus:
+            return f"it needs {part.num_gpus} GPUs, and torch finds {found}"
         if missing := part.missing():
             return f"{missing} is not installed, nor among the wheels"
         if time.monotonic() + part.limit_s > self._end_s:

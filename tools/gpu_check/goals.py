@@ -127,6 +127,15 @@ MEASURES: tuple[Measure, ...] = (
         *("overlap", "gain"),
         low=1.15,
     ),
+    *(
+        Measure(
+            f"{about}, bundled model, float32: outputs that equal those without ranks",
+            *(f"ranks-{name}", "equal_outputs"),
+            low=1.0,
+        )
+        for name, about in (("one", "one rank"), ("two", "two ranks"))
+    ),
+    Measure("two GPUs over one, Qwen3-0.6B shape: decode tokens/s", "ranks-two", "gain"),
     Measure(
         "256 streaming clients through HTTP over the engine's own rate",
         *("http", "http_over_engine"),

@@ -31,6 +31,7 @@ class Part:
     argument: str = ""
     needs: tuple[str, ...] = TEXT
     needs_gpu: bool = False  # else a dry run on the CPU is possible
+    num_gpus: int = 1
     limit_s: float = 470.0
 
     def missing(self) -> str:
@@ -63,6 +64,8 @@ MEASURES: Mapping[str, Part] = {
         )
         for name in ALGORITHMS
     },
+    "ranks-one": Part("one rank by NCCL, with sums in graphs", HERE + "ranks", "one"),
+    "ranks-two": Part("two ranks against one GPU", HERE + "ranks", "two", num_gpus=2),
     "offline": Part("the load in the READMEs of other engines", HERE + "published"),
     "overlap": Part("two steps in flight against one", HERE + "overlap"),
     "http": Part("streaming clients against the engine's own rate", HERE + "http_load"),

@@ -11,8 +11,8 @@ that gives it to the others, or by all ranks alike.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]  
 
 from aserve.gpu.parallel.all_reduce import AllReduce
 from aserve.gpu.parallel.collectives import Collectives, Work
+from aserve.gpu.parallel.fused_norm import FusedSumNorm
 
 
 class DeviceGroup(Protocol):
@@ -35,17 +36,23 @@ class DeviceGroup(Protocol):
     def abort(self) -> None: ...
 
 
+# Makes a sum that is fused with the norm behind it, for a hidden size and dtype; None: there is
+# none. All ranks call it.
+MakeFused: TypeAlias = Callable[[int, torch.dtype], FusedSumNorm | None]
+
+
 class DeviceCollectives:
     """`Collectives` of one device per rank."""
 
-    __slots__ = ("_group", "_host", "_ways", "num_ranks", "rank")
+    __slots__ = ("_group", "_ways", "host", "make_fused", "num_ranks", "rank")
 
     def __init__(
         self, host: Collectives, group: DeviceGroup, ways: Sequence[AllReduce] = ()
     ) -> None:
         """`host` exchanges numbers. A tensor that none of `ways` takes is summed by the group."""
         self.rank, self.num_ranks = host.rank, host.num_ranks
-        self._host = host
+        self.host = host
+        self.make_fused: MakeFused | None = None
         self._group = group
         self._ways = tuple(ways)
 
@@ -74,8 +81,9 @@ class DeviceCollectives:
         if x.numel():
             options = AllgatherOptions()
             options.asyncOp = False
-            self._group._allgather_base(every, x.contiguous(), options).wait()
+            own = x.contiguous().view(-1)
+            self._group._allgather_base(every.view(-1), own, options).wait()
         return every
 
     def least(self, number: int) -> int:
-        return self._host.least(number)
+        return self.host.least(number)

@@ -19,6 +19,7 @@ from aserve.errors import ConfigError
 from aserve.gpu.parallel.all_reduce import BUFFER_BYTES, AllReduce, GatheredSum, symmetric_sums
 from aserve.gpu.parallel.collectives import COLLECTIVE_S, Collectives, GroupCollectives
 from aserve.gpu.parallel.device_collectives import DeviceCollectives, DeviceGroup
+from aserve.gpu.parallel.flashinfer_sums import flashinfer_sum_norm
 from aserve.gpu.parallel.meeting import store_of
 from aserve.gpu.parallel.rank_watch import RankWatch
 from aserve.parallel.topology import Coordinates, Patience, RankLost
@@ -60,7 +61,10 @@ def join_by_nccl(
         with watch.waiting():
             ways = _peer_sums(place, plain, group, device)
     logger.info("ranks sum by %s", ", ".join([*(way.name for way in ways), "NCCL"]))
-    return DeviceCollectives(host, group, ways), watch
+    ranks = DeviceCollectives(host, group, ways)
+    if ways and not is_deterministic:
+        ranks.make_fused = lambda size, dtype: flashinfer_sum_norm(ranks, host, size, device, dtype)
+    return ranks, watch
 
 
 def nccl_group(place: Coordinates) -> DeviceGroup:

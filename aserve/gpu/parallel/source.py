@@ -26,15 +26,18 @@ from aserve.gpu.weights.source import ExpertPart, Shard, Target, WeightSource
 class SummedLinear:
     """A row-parallel product: the sum of what the ranks have, and then the bias."""
 
-    __slots__ = ("bias", "part", "ranks")
+    __slots__ = ("bias", "is_summed_later", "part", "ranks")
 
     def __init__(self, part: LinearOp, bias: Tensor | None, ranks: Collectives) -> None:
         self.part = part
         self.bias = bias  # [out], on every rank
         self.ranks = ranks
+        self.is_summed_later = False  # the norm behind it sums (fused_norm.py)
 
     def __call__(self, x: Tensor, /) -> Tensor:
         """x [tokens, in of this rank] -> [tokens, out]."""
+        if self.is_summed_later:
+            return self.part(x)
         total = self.ranks.sum(self.part(x))
         return total if self.bias is None else total + self.bias
 

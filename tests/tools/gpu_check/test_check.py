@@ -74,6 +74,16 @@ def test_a_part_leaves_its_figures_and_how_it_ended(
     assert Records(tmp_path).read()["one"] == found
 
 
+def test_a_part_for_two_gpus_is_not_run_where_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    for_two = dataclasses.replace(part(), num_gpus=2)
+    found = check(tmp_path, {"one": for_two}, device="cuda")["one"]
+    assert (found.status, found.reason) == ("not run", "it needs 2 GPUs, and torch finds 1")
+
+
 def test_a_part_that_hangs_is_killed_at_its_limit(tmp_path: Path) -> None:
     """Killed parts keep their figures: the test above."""
     found = check(tmp_path, {"one": part("hangs", limit_s=0.5)})["one"]

@@ -74,6 +74,8 @@ def test_a_part_runs_dry_on_the_cpu(name: str, tmp_path: Path) -> None:
     if name.startswith("speculation-"):
         assert figures["equal_outputs"] == 1
         assert figures.get("acceptance_error", 0) == 0
+    if name.startswith("ranks-"):
+        assert figures["equal_outputs"] == 1
     if name.startswith("decode-"):
         assert figures["replayed_share_b3"] == 1
         assert "executor_over_replay_b3" in figures
