@@ -65,7 +65,9 @@ MEASURES: Mapping[str, Part] = {
         for name in ALGORITHMS
     },
     "ranks-one": Part("one rank by NCCL, with sums in graphs", HERE + "ranks", "one"),
-    "ranks-two": Part("two ranks against one GPU", HERE + "ranks", "two", num_gpus=2),
+    "ranks-two": Part(
+        "two ranks against one GPU", HERE + "ranks", "two", needs_gpu=True, num_gpus=2
+    ),
     "offline": Part("the load in the READMEs of other engines", HERE + "published"),
     "overlap": Part("two steps in flight against one", HERE + "overlap"),
     "http": Part("streaming clients against the engine's own rate", HERE + "http_load"),
