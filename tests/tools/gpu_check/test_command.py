@@ -50,11 +50,11 @@ def test_without_a_gpu_nothing_is_run_and_the_table_is_empty(
 
 
 # Benches of `aserve bench` have tests of their own: one of them shows the way. Decode steps of
-# the large model are measured as those of the small one, and all drafters in one way. Ranks that are
-# processes have tests of their own, too.
+# the large model are measured as those of the small one, and all drafters in one way. Two ranks
+# are processes, which have tests of their own.
 IS_LARGE = os.environ.get("ASERVE_TEST_PROFILE") == "large"
 DRAFTERS = {name for name in MEASURES if name.startswith("speculation-")}
-ALIKE = {*OTHER_BENCHES, "decode-large", "quantized-int8", *DRAFTERS} - {
+ALIKE = {*OTHER_BENCHES, "decode-large", "quantized-int8", "ranks-two", *DRAFTERS} - {
     "bench-host-step",
     "speculation-EAGLE3",
 }
