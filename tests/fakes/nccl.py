@@ -30,20 +30,15 @@ class Links:
         self.parts: defaultdict[int, dict[int, Tensor]] = defaultdict(dict)
 
 
-class Done:
-    def wait(self) -> bool:
-        return True
-
-
 class FakeNccl:
-    """Implements DeviceGroup. `met` has the shape of each collective that has run."""
+    """Implements DeviceGroup. As NCCL's, its calls return nothing that could be waited for. `met` has the shape of each collective that has run."""
 
     def __init__(self, cuda: FakeCuda, links: Links, rank: int) -> None:
         self.met: list[tuple[int, ...]] = []
         self.has_aborted = False
         self.cuda, self._links, self._rank = cuda, links, rank
 
-    def allreduce(self, tensors: list[Tensor], _options: AllreduceOptions, /) -> Done:
+    def allreduce(self, tensors: list[Tensor], _options: AllreduceOptions, /) -> None:
         [x] = tensors
         twin, block = self.cuda._twin(x), self.cuda._block(x)
 
@@ -51,9 +46,8 @@ class FakeNccl:
             twin.copy_(sum(self._exchange(twin), torch.zeros_like(twin)))
 
         self.cuda.ask(Work("an all-reduce", [block], [block], run))
-        return Done()
 
-    def _allgather_base(self, every: Tensor, own: Tensor, _options: AllgatherOptions, /) -> Done:
+    def _allgather_base(self, every: Tensor, own: Tensor, _options: AllgatherOptions, /) -> None:
         source, target = self.cuda._twin(own), self.cuda._twin(every)
         blocks = [self.cuda._block(own)], [self.cuda._block(every)]
 
@@ -61,7 +55,6 @@ class FakeNccl:
             target.copy_(torch.cat(self._exchange(source)))
 
         self.cuda.ask(Work("an all-gather", *blocks, run))
-        return Done()
 
     def abort(self) -> None:
         """What waits for another rank fails."""

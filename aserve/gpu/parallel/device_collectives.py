@@ -27,11 +27,14 @@ from aserve.gpu.parallel.fused_norm import FusedSumNorm
 
 
 class DeviceGroup(Protocol):
-    """Types the part of ProcessGroupNCCL that is used. The group of gloo has it too."""
+    """Types the part of ProcessGroupNCCL that is used. The group of gloo has it too. NCCL returns
+    None where a call is in order with the caller's stream, and gloo a `Work`."""
 
-    def allreduce(self, tensors: list[Tensor], options: AllreduceOptions, /) -> Work: ...
+    def allreduce(self, tensors: list[Tensor], options: AllreduceOptions, /) -> Work | None: ...
 
-    def _allgather_base(self, every: Tensor, own: Tensor, options: AllgatherOptions, /) -> Work: ...
+    def _allgather_base(
+        self, every: Tensor, own: Tensor, options: AllgatherOptions, /
+    ) -> Work | None: ...
 
     def abort(self) -> None: ...
 
@@ -69,7 +72,7 @@ class DeviceCollectives:
         """The sum by the process group, in place. x is contiguous and not empty."""
         options = AllreduceOptions()
         options.asyncOp = False  # on the caller's stream
-        self._group.allreduce([x], options).wait()
+        _wait(self._group.allreduce([x], options))
         return x
 
     def concat(self, x: Tensor) -> Tensor:
@@ -82,8 +85,13 @@ class DeviceCollectives:
             options = AllgatherOptions()
             options.asyncOp = False
             own = x.contiguous().view(-1)
-            self._group._allgather_base(every.view(-1), own, options).wait()
+            _wait(self._group._allgather_base(every.view(-1), own, options))
         return every
 
     def least(self, number: int) -> int:
         return self.host.least(number)
+
+
+def _wait(work: Work | None) -> None:
+    if work is not None:
+        work.wait()
