@@ -31,7 +31,8 @@ class Links:
 
 
 class FakeNccl:
-    """Implements DeviceGroup. As NCCL's, its calls return nothing that could be waited for. `met` has the shape of each collective that has run."""
+    """Implements DeviceGroup. As NCCL's, its calls return nothing that could be waited for. `met`
+    has the shape of each collective that has run."""
 
     def __init__(self, cuda: FakeCuda, links: Links, rank: int) -> None:
         self.met: list[tuple[int, ...]] = []
