@@ -13,8 +13,11 @@ from typing import cast
 
 import pytest
 import torch
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import GroupName
 
 from aserve.gpu.build import BuildOptions, build_executor
+from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.parallel.all_reduce import (
     BUFFER_BYTES,
     GatheredSum,
@@ -63,7 +66,7 @@ def test_tokens_are_those_of_one_rank_however_the_sums_are_made(
     patience = Patience()
     places = [Coordinates(rank, NUM_RANKS, store=str(tmp_path / "store")) for rank in range(2)]
 
-    def load(place: Coordinates) -> object:
+    def load(place: Coordinates) -> TorchExecutor:
         options = BuildOptions(
             MODEL_DIR,
             dtype="float64",
@@ -147,8 +150,8 @@ def test_a_group_is_known_to_torch_by_its_name(tmp_path: Path) -> None:
     """torch's symmetric memory finds the ranks and their store by it."""
     place = Coordinates(0, 1, store=str(tmp_path / "store"))
     group = cast(DeviceGroup, gloo_group(place, name="device"))
-    name = f"symmetric-{place.store}"
-    known = register_group(place, group, CPU, cast("torch.distributed.GroupName", name))
-    found = torch._C._distributed_c10d._resolve_process_group(name)
+    name = GroupName(f"symmetric-{place.store}")
+    known = register_group(place, group, CPU, name)
+    found = _resolve_process_group(name)
     assert (found.rank(), found.size(), found.group_name) == (0, 1, known.group_name)
     assert known.group_name == name
