@@ -15,12 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from aserve.errors import EngineDead
+from aserve.errors import ConfigError, EngineDead
 from aserve.gpu.device.cuda.device import CudaDevice
+from aserve.gpu.device.registry import devices_of, open_device
 from aserve.gpu.models.base import Attend
 from aserve.gpu.parallel import rank_watch
 from aserve.gpu.parallel.collectives import Collectives
 from aserve.gpu.parallel.rank_watch import RankWatch
+from aserve.load import _refuse_host_exchange
 from aserve.parallel.leader import ParallelExecutor
 from aserve.parallel.topology import Coordinates, Patience, RankLost
 from tests.fakes.cuda import FakeCuda, Graph
@@ -30,6 +32,7 @@ from tests.gpu.batch_builder import running
 from tests.gpu.drive import captured, make_executor, request, serve
 from tests.gpu.plain_engine import plain_tokens
 from tests.parallel.test_rank_traces import RankThread
+from tests.parallel.test_ranks import resolved_of
 
 NUM_RANKS = 2
 PATIENCE_S = 4.0
@@ -186,3 +189,30 @@ def test_the_end_of_a_rank_is_noticed_while_the_device_is_waited_for(tmp_path: P
         assert own.look()
     assert aborted == [1]
     assert patience.lost.result() == "rank 0 has lost rank 1, which has ended"
+
+
+def test_fewer_gpus_than_ranks_are_refused_and_auto_takes_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="2 ranks on this machine need a GPU each, and torch fin"):
+        open_device("cuda", devices_of(0, 2))
+    device = open_device("auto", devices_of(0, 2))
+    assert device.torch_device.type == "cpu"
+    assert "need a GPU each" in device.about
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pipeline_parallel_size": 2},
+        {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True},
+    ],
+)
+def test_what_travels_from_the_memory_of_the_host_is_refused_on_gpus(
+    options: dict[str, object],
+) -> None:
+    with pytest.raises(ConfigError, match="this travels from the memory of the CPU"):
+        _refuse_host_exchange(resolved_of(**options))
+    _refuse_host_exchange(resolved_of(tensor_parallel_size=2))
