@@ -48,9 +48,8 @@ from aserve.gpu.models.load import make_loader
 from aserve.gpu.models.pooling import PooledModel, generating
 from aserve.gpu.moe.two_batches import two_batches
 from aserve.gpu.parallel.collectives import ALONE, Collectives
-from aserve.gpu.parallel.device_collectives import DeviceCollectives
 from aserve.gpu.parallel.experts import ExpertRanks
-from aserve.gpu.parallel.fused_norm import fuse_sums, with_fusable_norms
+from aserve.gpu.parallel.fused_model import with_fusable_sums, with_fused_sums
 from aserve.gpu.parallel.joint import JointDecoder
 from aserve.gpu.parallel.source import for_rank
 from aserve.gpu.parallel.stages import UNDIVIDED, Pipeline, groups_of
@@ -64,7 +63,7 @@ from aserve.gpu.spec.request import DraftRequest, LoadedDrafter, SpecOptions, re
 from aserve.gpu.step.future_map import SEQ_LEN, FutureMap
 from aserve.gpu.step.resolve import DeviceState
 from aserve.gpu.weights.format import WeightFormat, WeightRequest, dtype_name
-from aserve.gpu.weights.source import LinearBits, OnProgress, Target, ignore_progress
+from aserve.gpu.weights.source import OnProgress, Target, ignore_progress
 from aserve.messages.executor import EngineSpec, TierPolicy
 
 MIN_PAGES = 2  # page 0 is padding
@@ -176,14 +175,15 @@ def build_on(
         target = dataclasses.replace(target, wrap=loras.wrap)
     with names_the_option("the model does not fit; free memory of the device"):
         plan = LoadPlan(form.dtype, options.max_model_len, is_dummy, target, on_progress)
-        model = options.pipeline.part_of(loader.load(plan))
+        model = with_fused_sums(
+            options.pipeline.part_of(loader.load(plan)),
+            options.ranks,
+            is_plain=not options.data_parallel and not options.two_batches,
+        )
     if options.experts is not None:
         options.experts.place_experts(model)
-    num_fused = _fuse_sums(model, options)
     live_loader = LiveLoader(model, loras, model_reader(loader, plan))
     about = f"{code.name} code ({code.why}), {'random weights, ' * is_dummy}{form.about}"
-    if num_fused:
-        about += f", {num_fused} sums over ranks fused with norms"
     drafter = None
     mode = mode or diffusion_mode(
         model,
@@ -218,30 +218,18 @@ def build_on(
     )
 
 
-def _fuse_sums(model: CausalModel, options: BuildOptions) -> int:
-    """Returns the number of sums over ranks that are fused with the norms behind them."""
-    ranks = options.ranks
-    if not isinstance(ranks, DeviceCollectives) or ranks.make_fused is None:
-        return 0
-    if options.data_parallel or options.two_batches:
-        return 0  # what runs between attention and MLP is not the decoder's own
-    fused = ranks.make_fused(model.hidden_size, model.dtype)
-    return 0 if fused is None else fuse_sums(model, fused)
-
-
 def _target(device: Device, options: BuildOptions, form: WeightFormat, ops: DeviceOps) -> Target:
     """Returns the target of this rank's part of the model."""
-    target = Target(
-        device.torch_device,
-        device.free_bytes(),
-        form.prepare,
-        form.prepare_grouped,
-        ops.elementwise,
-        LinearBits(form.stored_bits, form.kept_bits),
+    target = with_fusable_sums(
+        Target(
+            device.torch_device,
+            device.free_bytes(),
+            form.prepare,
+            form.prepare_grouped,
+            ops.elementwise,
+        ),
+        options.ranks,
     )
-    if isinstance(options.ranks, DeviceCollectives):
-        elementwise = with_fusable_norms(target.elementwise, options.ranks)
-        target = dataclasses.replace(target, elementwise=elementwise)
     unsupported: dict[str, object] = {
         "--enable-hisparse": options.hisparse,
         "--dllm-algorithm": options.denoising,
@@ -306,8 +294,9 @@ def assemble(
         budget_bytes = device.kv_bytes(run_largest, share=options.memory_share)
         budget_bytes -= parts.graph_limits.reserved_bytes
         # All ranks have the same pages, and some share the memory of a machine.
-        num_sharing = options.num_processes if options.shares_memory else 1
-        budget_bytes = options.ranks.least(budget_bytes // num_sharing)
+        budget_bytes = options.ranks.least(
+            budget_bytes // (options.num_processes if options.shares_memory else 1)
+        )
     what = "the KV does not fit beside the model; lower --num-pages or --gpu-memory-utilization"
     with device.stream(), names_the_option(what):
         made = _make(parts, num_pages=num_pages, budget_bytes=budget_bytes)

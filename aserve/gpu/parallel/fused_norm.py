@@ -3,9 +3,7 @@
     s = hidden + sum_r x_r
     y = s / rms(s) * w
 
-A device's kernel does it in one launch, where three would write and read s twice. A model is built
-with products that sum and norms that do not; `fuse_sums` connects the pairs of a decoder that have
-nothing between them. Objects stay what they are, so that new weights find them.
+A device's kernel does it in one launch, where three would write and read s twice.
 """
 
 from __future__ import annotations
@@ -17,13 +15,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from aserve.gpu.layers.mlp import GatedMlp
 from aserve.gpu.layers.norm import SumAndNorm
 from aserve.gpu.layers.ops import Elementwise
-from aserve.gpu.models.base import CausalModel
-from aserve.gpu.models.decoder import Attention, Block, Decoder
 from aserve.gpu.parallel.collectives import Collectives
-from aserve.gpu.parallel.source import SummedLinear
 
 # (x, hidden, weight, eps) -> (s, y), or None for tensors that it does not take. x is this rank's
 # part [tokens, hidden]. All ranks decide alike, by shapes and dtypes.
@@ -68,31 +62,3 @@ def with_fusable_norms(elementwise: Elementwise, ranks: Collectives) -> Elementw
         return RankAddNorm(plain, weight, ranks, eps=eps, scale=scale)
 
     return replace(elementwise, add_norm=add_norm)
-
-
-def fuse_sums(model: CausalModel, fused: FusedSumNorm) -> int:
-    """Returns how many sums are now part of the norm behind them."""
-    if not isinstance(model, Decoder) or model.spec.residual_scale != 1.0:
-        return 0
-    pairs = (pair for block in model.blocks for pair in _pairs(block, model))
-    return sum(_fuse(product, norm, fused) for product, norm in pairs)
-
-
-def _pairs(block: Block, model: Decoder) -> list[tuple[object, SumAndNorm]]:
-    """The last product of each sublayer and the norm behind it, where nothing is between them."""
-    norms, pairs = model.spec.norms, list[tuple[object, SumAndNorm]]()
-    if norms.after_attention is None and isinstance(block.mixer, Attention):
-        pairs.append((block.mixer.out, block.before_mlp))
-    if norms.after_mlp is None and isinstance(block.mlp, GatedMlp):
-        pairs.append((block.mlp.down, block.before_next))
-    return pairs
-
-
-def _fuse(product: object, norm: SumAndNorm, fused: FusedSumNorm) -> bool:
-    if not isinstance(product, SummedLinear) or not isinstance(norm, RankAddNorm):
-        return False
-    if product.bias is not None:
-        return False
-    product.is_summed_later = True
-    norm.fused = fused
-    return True
