@@ -176,7 +176,7 @@ def _among_ranks(
     options = dataclasses.replace(
         options,
         ranks=join_ranks(device, own, patience, join),
-        pipeline=_pipeline(place, patience),
+        pipeline=_pipeline(place, patience, options.speculative),
         data_parallel=place.has_own_rows,
         num_processes=place.num_on_node,
         shares_memory=backend.shares_memory,
@@ -273,17 +273,19 @@ def _expert_ranks(
     )
 
 
-def _pipeline(place: Coordinates, patience: Patience) -> Pipeline:
+def _pipeline(place: Coordinates, patience: Patience, drafts: SpecOptions | None) -> Pipeline:
     from aserve.gpu.parallel.collectives import GroupCollectives
     from aserve.gpu.parallel.pipe import open_pipe
-    from aserve.gpu.parallel.stages import UNDIVIDED, Pipeline
+    from aserve.gpu.parallel.stages import UNDIVIDED, WITHOUT_MODEL, Pipeline
     from aserve.gpu.weights.source import Stage
 
     count = place.num_stages
     if count == 1:
         return UNDIVIDED
     world = GroupCollectives(place.among_all, patience)
-    return Pipeline(Stage(place.stage, count), open_pipe(place, world), world)
+    has_drafter = drafts is not None and drafts.algorithm != WITHOUT_MODEL
+    stage = Stage(place.stage, count, has_drafter)
+    return Pipeline(stage, open_pipe(place, world), world)
 
 
 def _hisparse(resolved: Resolved) -> HiSparseConfig | None:

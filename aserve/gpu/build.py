@@ -193,11 +193,12 @@ def build_on(
             "--enable-two-batch-overlap": options.two_batches,
         },
     )
-    speculative = options.pipeline.drafts(options.speculative)
+    speculative = options.speculative
     if speculative is not None:
         refuse_drafts(model)
-        loaded = ALGORITHMS[speculative.algorithm](
-            DraftRequest(speculative, model, plan, ops, target_dir=options.model_dir)
+        loaded = options.pipeline.load_drafter(
+            DraftRequest(speculative, model, plan, ops, target_dir=options.model_dir),
+            ALGORITHMS[speculative.algorithm],
         )
         drafter = loaded.model
         verification = _verification(speculative, loaded, vocab_size=model.vocab_size)
@@ -245,7 +246,6 @@ def _target(device: Device, options: BuildOptions, form: WeightFormat, ops: Devi
         ),
         beside=unsupported
         | {
-            "--enable-lora": options.max_loras,
             "--enable-two-batch-overlap": options.two_batches,
             "--expert-parallel-size": experts,
         },

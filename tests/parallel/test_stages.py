@@ -102,7 +102,7 @@ def weights_of(mixer: object) -> torch.Tensor:
 )
 def test_who_holds_a_weight(name: str, stages: list[int]) -> None:
     """Five layers on three stages. The norm behind a stage's last layer is part of that layer."""
-    parts = [StageLayers(*ends, 5, has_tied_head=False) for ends in ((0, 2), (2, 4), (4, 5))]
+    parts = [StageLayers(*ends, 5, embeds_last=False) for ends in ((0, 2), (2, 4), (4, 5))]
     assert [number for number, part in enumerate(parts) if part.holds(name)] == stages
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from aserve.errors import ConfigError
 from aserve.gpu.layers.grouped_linear import GroupedLinearOp
-from aserve.gpu.layers.linear import LinearOp
+from aserve.gpu.layers.linear import Linear, LinearOp
 from aserve.gpu.lora.adapter import LoraAdapter, LoraModule, read_adapter
 from aserve.gpu.models.registry import Code
 from aserve.gpu.sampling.params import RowTables
@@ -73,19 +73,24 @@ class LoraTables:
         return _LoraSource(source, self)
 
     def add_layer(
-        self, parts: Mapping[str, int], in_features: int, like: WeightSource
+        self,
+        parts: Mapping[str, int],
+        in_features: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> LoraStack:
         """Allocates the stacks of one layer. `parts` maps the names of the joined layers to their
         numbers of rows."""
         num_slots, num_out = 1 + self.max_loras, sum(parts.values())
         sizes = list(parts.values())
-        zeros = partial(torch.zeros, dtype=like.dtype, device=like.device)
+        zeros = partial(torch.zeros, dtype=dtype, device=device)
         stack = LoraStack(
             a=zeros((num_slots, len(parts), self.max_rank, in_features)),
             b=zeros((num_slots, self.max_rank, num_out)),
             ranks=np.zeros((num_slots, len(parts)), np.int64),
             part_of=torch.from_numpy(np.repeat(np.arange(len(parts), dtype=np.int32), sizes)).to(
-                like.device
+                device
             ),
             bounds=np.cumsum([0, *sizes], dtype=np.int64),
         )
@@ -201,7 +206,12 @@ class _LoraSource:
         base = self._source.linear(parts, in_features=in_features, bias=bias)
         if any(name.startswith(WITHOUT_ADAPTERS) for name in parts):
             return base
-        return LoraLinear(base, self._tables.add_layer(parts, in_features, self), self._tables)
+        # A layer of another pipeline stage is on the meta device, and so are its stacks: all stages
+        # check an adapter in the same way, and each of them keeps the part that it has.
+        is_elsewhere = isinstance(base, Linear) and base.weight.is_meta
+        device = torch.device("meta") if is_elsewhere else self.device
+        stack = self._tables.add_layer(parts, in_features, dtype=self.dtype, device=device)
+        return LoraLinear(base, stack, self._tables)
 
     def tensor(
         self, name: str, shape: tuple[int, ...], *, offset: float = 0.0, is_wide: bool = False

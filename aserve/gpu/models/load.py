@@ -129,7 +129,7 @@ class NativeLoader:
         """Returns the names and shapes of the weights of a model of this configuration."""
         inventory = Inventory(dtype, target.shard)
         # This model never runs, so its rotary tables may be short.
-        self.family.build(config, target.divide(inventory), max_model_len=1)
+        self.family.build(config, target.divide(target.part(inventory)), max_model_len=1)
         return inventory
 
 

@@ -3,7 +3,8 @@
 A stage builds the whole decoder, from a weight source that gives it the weights of its own layers
 alone. What belongs to other stages lies on the meta device: it takes no memory and never runs. A
 layer owns the first norm of the next one, so a stage also has the norms of the layer behind its
-own. The first stage has the embeddings, and the last one the final norm and the head.
+own. The first stage has the embeddings, and the last one the final norm and the head. If that reads
+the embeddings, or a drafter does, the last stage has them as well.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class StageLayers:
     first: int
     end: int
     count: int
-    has_tied_head: bool
+    embeds_last: bool  # the last stage has the embeddings as well
 
     @property
     def is_first(self) -> bool:
@@ -55,7 +56,7 @@ class StageLayers:
             is_norm_behind = layer == self.end and name.endswith("norm.weight")
             return self.has(layer) or is_norm_behind
         if name == EMBEDDINGS:
-            return self.is_first or (self.is_last and self.has_tied_head)
+            return self.is_first or (self.is_last and self.embeds_last)
         return self.is_last
 
 
@@ -76,15 +77,15 @@ def stage_layers(stage: Stage, config: ModelConfig) -> StageLayers:
         )
     size, rest = divmod(count, stage.count)
     first, end = (n * size + min(n, rest) for n in (stage.number, stage.number + 1))
-    return StageLayers(first, end, count, config.tie_word_embeddings)
+    return StageLayers(first, end, count, config.tie_word_embeddings or stage.has_drafter)
 
 
 def for_stage(target: Target, config: ModelConfig) -> Target:
     """Returns the target that a stage's part of a decoder is built for."""
     if target.stage.count == 1:
         return target
-    layers, divide = stage_layers(target.stage, config), target.divide
-    return replace(target, divide=lambda source: StageWeights(divide(source), layers))
+    layers = stage_layers(target.stage, config)
+    return replace(target, part=lambda source: StageWeights(source, layers))
 
 
 def without_others(rename: Rename, layers: StageLayers, whole: Inventory, own: Inventory) -> Rename:

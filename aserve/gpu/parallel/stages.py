@@ -1,21 +1,25 @@
 """One stage of a pipeline: its part of a decoder, and its part of each step.
 
-All stages get the same batches and keep the same tables, so each of them resolves ids, lengths and
-drafts alone. The residual stream travels from stage to stage, as wide as it is computed, which
-gives the same bits as one device does. Only the last stage samples. No row is in two steps at once
-(`lead` is 1), so the scheduler knows every token that a step reads, and none travels back.
+All stages get the same batches and keep the same tables, so each of them resolves ids and lengths
+alone. The residual stream travels from stage to stage, as wide as it is computed, which gives the
+same bits as one device does. Only the last stage samples. No row is in two steps at once (`lead` is
+1), so the scheduler knows every token that a step reads, and none travels back but drafts.
+
+A drafter that reads token ids alone is on every stage. Any other one is on the last stage: it reads
+the hidden states there, and those of earlier layers travel with the residual stream. Its drafts
+travel to the first stage, which embeds them (staged_drafts.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
 import torch
 from torch import Tensor
 
-from aserve.errors import ConfigError
+from aserve.errors import BugError, ConfigError
 from aserve.gpu.decode.base import DecodeMode, OnPublish, StepRunner
 from aserve.gpu.kv.layer_groups import LayerGroup, group_layers
 from aserve.gpu.layers.norm import AddNorm, Norm
@@ -24,7 +28,8 @@ from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.models.stages import StageLayers, stage_layers
 from aserve.gpu.parallel.collectives import ALONE, Collectives
 from aserve.gpu.parallel.pipe import Pipe
-from aserve.gpu.spec.request import SpecOptions
+from aserve.gpu.parallel.staged_drafts import DraftSender, received_drafts, refuse_trees
+from aserve.gpu.spec.request import DraftRequest, LoadedDrafter
 from aserve.gpu.step.future_map import LAST_TOKEN, SEQ_LEN
 from aserve.gpu.step.held import HeldSample
 from aserve.gpu.step.plan import StepPlan
@@ -36,6 +41,7 @@ from aserve.messages.executor import EngineSpec
 
 WITHOUT_MODEL = "NGRAM"  # the drafter that reads token ids alone
 UNKNOWN = -1  # a length that only the last stage knows
+FAR = 1 << 31  # more drafts than any drafter has
 
 
 class StagedDecoder:
@@ -50,10 +56,15 @@ class StagedDecoder:
         self.dtype = decoder.dtype
         self.iteration = 0  # of the step that runs
         self.decoder = decoder
+        self.own = own
+        self.captured: tuple[int, ...] = ()  # layers whose streams the drafter reads
+        self.captures = False  # the step that runs has a drafter
         self.is_first, self.is_last = own.is_first, own.is_last
         self.blocks = decoder.blocks[own.first : own.end]
         self.first_norm = decoder.first_norm if own.is_first else _norm_before(decoder, own.first)
-        self._pipe = pipe
+        self.pipe = pipe
+        self.sender: DraftSender | None = None  # of the last stage's drafts
+        self._streams: list[Tensor] = []  # captured in this step, [tokens, hidden] each
 
     def forward(
         self,
@@ -70,23 +81,48 @@ class StagedDecoder:
             hidden = decoder.embed(input_ids)
         else:
             hidden = self.receive(len(input_ids)).to(self.dtype)
+        own = self.own_capture(capture)
         normed = self.first_norm(hidden)
         cos_sin = [rotary.at(positions) for rotary in decoder.rotaries]
-        for block in self.blocks:
+        for index, block in enumerate(self.blocks):
             hidden, normed = block(hidden, normed, cos_sin[block.rotary], attend)
-        if not self.is_last:
-            self.send(hidden)
+            if index in own.layer_ids:
+                own.layers.append(hidden)
+        own.before_norm = hidden
+        self.finish(hidden, own, capture)
         return normed
 
-    def receive(self, num_tokens: int) -> Tensor:
-        """Returns the residual stream of the stage before, [tokens, hidden]."""
-        stream = torch.empty((num_tokens, self.hidden_size), dtype=wide_dtype(self.dtype))
-        self._pipe.receive(self.iteration, stream)
-        return stream
+    def own_capture(self, capture: HiddenCapture | None) -> HiddenCapture:
+        """Returns a capture of this stage's layers, which are counted from its first one."""
+        wanted = self.captured if self.captures else ()
+        first = self.own.first
+        ids = tuple(index - first for index in wanted if self.own.has(index))
+        return HiddenCapture(ids, capture is not None and capture.wants_before_norm)
 
-    def send(self, stream: Tensor) -> None:
-        """Sends the residual stream to the next stage, [tokens, hidden]."""
-        self._pipe.send(self.iteration, stream.to(wide_dtype(self.dtype)))
+    def receive(self, num_tokens: int) -> Tensor:
+        """Returns the residual stream of the stage before, [tokens, hidden], and keeps the streams
+        that earlier stages captured."""
+        wanted = self.captured if self.captures else ()
+        num_streams = 1 + sum(index < self.own.first for index in wanted)
+        shape = (num_streams, num_tokens, self.hidden_size)
+        streams = torch.empty(shape, dtype=wide_dtype(self.dtype))
+        if not self.pipe.receive(self.iteration, streams):
+            raise BugError(f"the stage before has left out step {self.iteration}")
+        self._streams = list(streams[1:].to(self.dtype))
+        return streams[0]
+
+    def finish(self, stream: Tensor, own: HiddenCapture, capture: HiddenCapture | None) -> None:
+        """Sends the residual stream [tokens, hidden], and the streams that were captured so far, to
+        the next stage. The last stage gives them to its drafter."""
+        streams, self._streams = [*self._streams, *own.layers], []
+        if not self.is_last:
+            wide = wide_dtype(self.dtype)
+            self.pipe.send(
+                self.iteration, torch.stack([each.to(wide) for each in (stream, *streams)])
+            )
+        elif capture is not None:
+            capture.layers.extend(streams)
+            capture.before_norm = own.before_norm if capture.wants_before_norm else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.decoder.logits(hidden)
@@ -103,7 +139,7 @@ class StagedMode:
     """The decode mode of a stage. The last stage samples by the engine's mode, and the others find
     the same drafts by it."""
 
-    def __init__(self, mode: DecodeMode, model: StagedDecoder, *, samples: bool) -> None:
+    def __init__(self, mode: DecodeMode, model: StagedDecoder) -> None:
         self.caps = mode.caps
         self.can_fuse = False
         self.fields = mode.fields
@@ -112,13 +148,17 @@ class StagedMode:
         self.graph_widths = mode.graph_widths
         self._mode = mode
         self._model = model
-        self._samples = samples
+        self._samples = model.is_last
+        self._sender = model.sender
 
     def draft(self, runner: StepRunner, plan: StepPlan, arrays: DeviceArrays) -> None:
         self._mode.draft(runner, plan, arrays)
+        if self._sender is not None:
+            self._sender.pass_step(plan.iteration)
 
     def step(self, runner: StepRunner, step: DeviceStep, publish: OnPublish) -> Packed:
         self._model.iteration = step.plan.iteration
+        self._model.captures = not step.plan.batch.skips_drafter
         if self._samples:
             return self._mode.step(runner, step, publish)
         runner.forward(step.batch)
@@ -157,18 +197,35 @@ class Pipeline:
             )
         return replace(target, stage=self.stage)
 
-    def drafts(self, options: SpecOptions | None) -> SpecOptions | None:
-        """WHY: all stages find the same drafts, and only the last one knows the outputs with which
-        a table of several rows is filled."""
-        if self.stage.count == 1 or options is None:
-            return options
-        if options.algorithm != WITHOUT_MODEL:
-            raise ConfigError(
-                f"--speculative-algorithm {options.algorithm} reads hidden states of the last "
-                f"stage; with --pipeline-parallel-size only {WITHOUT_MODEL} drafts",
-                param="speculative_algorithm",
-            )
-        return msgspec.structs.replace(options, shared_table_size=0)
+    def load_drafter(
+        self, request: DraftRequest, load: Callable[[DraftRequest], LoadedDrafter]
+    ) -> LoadedDrafter:
+        """Returns the drafter of this stage. All stages call it together.
+
+        WHY: where all stages draft, they find the same drafts, and only the last one knows the
+        outputs with which a table of several rows is filled."""
+        model, options = request.target, request.options
+        if not isinstance(model, StagedDecoder):
+            return load(request)
+        if options.algorithm == WITHOUT_MODEL:
+            options = msgspec.structs.replace(options, shared_table_size=0)
+            return load(replace(request, options=options))
+        refuse_trees(options)
+        if not model.is_last:
+            max_drafts = self.world.least(FAR)
+            model.captured = self._agreed_layers(model, ())
+            return received_drafts(max_drafts, model.pipe if model.is_first else None)
+        loaded = load(replace(request, target=model.decoder))
+        _refuse_kv_elsewhere(loaded, model.own)
+        self.world.least(loaded.drafter.max_drafts)
+        model.captured = self._agreed_layers(model, loaded.drafter.wants.layer_ids)
+        model.sender = DraftSender(loaded.drafter, model.pipe)
+        return replace(loaded, drafter=model.sender)
+
+    def _agreed_layers(self, model: StagedDecoder, wanted: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the layers whose streams the last stage wants."""
+        numbers = range(len(model.decoder.blocks))
+        return tuple(n for n in numbers if not self.world.least(int(n not in wanted)))
 
     def part_of(self, model: CausalModel) -> CausalModel:
         if self.pipe is None:
@@ -190,8 +247,7 @@ class Pipeline:
     def mode_of(self, mode: DecodeMode, model: CausalModel) -> DecodeMode:
         if not isinstance(model, StagedDecoder):
             return mode
-        is_last = self.stage.number == self.stage.count - 1
-        return StagedMode(mode, model, samples=is_last)
+        return StagedMode(mode, model)
 
     def agreed(self, spec: EngineSpec) -> EngineSpec:
         """Returns the spec with the fewest pages and the shortest context of all stages."""
@@ -215,6 +271,20 @@ def groups_of(model: CausalModel) -> tuple[LayerGroup, ...]:
         replace(group, layers=tuple(layer for layer in group.layers if layer.index in own))
         for group in group_layers(model.every_layer)
     )
+
+
+def _refuse_kv_elsewhere(loaded: LoadedDrafter, own: StageLayers) -> None:
+    """Refuses a drafter that reads KV of the model which earlier stages have."""
+    layers = () if loaded.model is None else loaded.model.layers
+    stored = {layer.index for layer in layers if layer.kv_layer is None}
+    read = {layer.kv_layer for layer in layers} - stored - {None}
+    if elsewhere := [layer for layer in read if _reads_elsewhere(layer, own)]:
+        raise ConfigError(
+            f"the drafter reads the KV of the layers {sorted(filter(None, elsewhere))}, but the "
+            f"last stage has the layers {own.first} to {own.end - 1}; lower "
+            "--pipeline-parallel-size, or take another --speculative-algorithm",
+            param="speculative_algorithm",
+        )
 
 
 def _reads_elsewhere(kv_layer: int | None, own: StageLayers) -> bool:

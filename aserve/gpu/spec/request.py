@@ -15,7 +15,7 @@ from aserve.gpu.models.pooling import PooledModel
 from aserve.gpu.models.vision_language import VisionLanguageModel
 from aserve.gpu.spec.base import Drafter
 from aserve.gpu.spec.fused import FuseDrafter
-from aserve.gpu.weights.source import WHOLE, unwrapped
+from aserve.gpu.weights.source import ONE_STAGE, WHOLE, unwrapped
 
 TOKEN_MAP = "speculative_token_map"
 TOKEN_MAP_OPTION = "--speculative-token-map"
@@ -51,9 +51,14 @@ class DraftRequest:
     @property
     def plan(self) -> LoadPlan:
         """The dtype, context and device of the target. A drafter has no LoRA adapters, and each
-        rank has all of it."""
+        rank that has one has all of it."""
         target = dataclasses.replace(
-            self.target_plan.target, wrap=unwrapped, divide=unwrapped, shard=WHOLE
+            self.target_plan.target,
+            wrap=unwrapped,
+            divide=unwrapped,
+            part=unwrapped,
+            shard=WHOLE,
+            stage=ONE_STAGE,
         )
         return dataclasses.replace(self.target_plan, target=target)
 

@@ -215,10 +215,12 @@ WHOLE = Shard()
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One of `count` stages of a pipeline, each of which has a part of the layers."""
+    """One of `count` stages of a pipeline, each of which has a part of the layers. If the model
+    `has_drafter`, the last stage has the embeddings as well, which drafters read."""
 
     number: int = 0
     count: int = 1
+    has_drafter: bool = False
 
 
 ONE_STAGE = Stage()
@@ -264,12 +266,13 @@ class Target:
     bits: LinearBits = LinearBits()
     shard: Shard = WHOLE
     stage: Stage = ONE_STAGE
+    part: WrapSource = unwrapped  # gives the weights of a stage alone
     divide: WrapSource = unwrapped  # adds the collectives of a rank
     wrap: WrapPart = unwrapped  # adds something to every layer's part, such as LoRA adapters
 
     def wrapped(self, source: WeightSource) -> WeightSource:
         """Returns the source that a model of this target is built from."""
-        return self.divide(self.wrap(source, self.shard))
+        return self.divide(self.wrap(self.part(source), self.shard))
 
     def check_room(self, size_bytes: int, dtype: torch.dtype) -> None:
         """Refuses weights that are larger than the free memory, before any is read."""

@@ -82,27 +82,29 @@ class CompiledForward:
     def run(self, batch: ForwardBatch) -> Tensor:
         stage = self._stage
         if stage is None:
-            return self._run(batch)
+            return self._run(batch, batch.capture)
         num_tokens = len(batch.input_ids)
         if stage.is_first:
             stream = torch.empty((num_tokens, stage.hidden_size), dtype=torch.float32)
         else:
             stream = stage.receive(num_tokens)
-        hidden = self._run(batch, stream)
-        if not stage.is_last:
-            stage.send(stream)
+        own = stage.own_capture(batch.capture)
+        hidden = self._run(batch, own, stream)
+        stage.finish(stream, own, batch.capture)
         return hidden
 
-    def _run(self, batch: ForwardBatch, stream: Tensor | None = None) -> Tensor:
+    def _run(
+        self, batch: ForwardBatch, capture: HiddenCapture | None, stream: Tensor | None = None
+    ) -> Tensor:
         rows, query_lens = batch.rows.numpy(), batch.query_lens_cpu.astype(np.int64)
         starts = batch.cu_query_lens.numpy()[:-1]
         own = QueryRows(rows, batch.lens.numpy(), starts, query_lens)
         slots = self._slots_of(rows, query_lens)
-        tables = self._tables_for(slots, batch.capture)
+        tables = self._tables_for(slots, capture)
         ids = batch.input_ids.numpy()
         forward = partial(decoder_forward, ids, own, slots, tables, stream=stream)
         hidden, streams = self._of_ranks(len(ids), lambda num: forward(num_workers=num))
-        _fill(batch.capture, streams)
+        _fill(capture, streams)
         return hidden
 
     def can_step(self, plan: StepPlan) -> bool:
