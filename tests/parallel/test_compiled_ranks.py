@@ -18,15 +18,15 @@ from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.device.cpu.fused_decoder import CompiledForward, make_compiled_forward
 from aserve.gpu.device.cpu.kernel_linear import prepare_tiled
 from aserve.gpu.kv.pools import KvPools
-from aserve.gpu.models.base import CausalModel, LoadPlan
+from aserve.gpu.models.base import CausalModel, HiddenCapture, LoadPlan
 from aserve.gpu.models.load import make_loader
 from aserve.gpu.parallel import shared
 from aserve.gpu.parallel.pipe import Pipe
 from aserve.gpu.parallel.shared import SharedCollectives
 from aserve.gpu.parallel.source import for_rank
-from aserve.gpu.parallel.stages import Pipeline
+from aserve.gpu.parallel.stages import Pipeline, StagedDecoder
 from aserve.gpu.sampling.params import RowTables
-from aserve.gpu.step.forward_batch import ForwardBatch
+from aserve.gpu.step.forward_batch import ForwardBatch, ForwardOverrides
 from aserve.gpu.step.future_map import FutureMap
 from aserve.gpu.step.resolve import DeviceState
 from aserve.gpu.weights.source import ONE_STAGE, Stage, Target
@@ -40,6 +40,7 @@ T = TypeVar("T")
 
 NUM_RANKS, MAX_ROWS, COLUMNS, PAGE_SIZE = 2, 4, 16, 4
 SPANS = [([5, 3], [0, 0]), ([1, 4], [5, 3]), ([1, 1], [6, 7])]  # prompts, a chunk, decodes
+CAPTURED = (0, 2, 4)  # layers
 SMALL_BUFFER = 1 << 11  # two tokens, so that sums travel in several pieces
 
 
@@ -82,9 +83,16 @@ def outputs_of(model: CausalModel) -> list[Tensor]:
     return run_all(*compiled(model))
 
 
-def run_all(forward: CompiledForward, pools: KvPools) -> list[Tensor]:
+def run_all(
+    forward: CompiledForward, pools: KvPools, captures: list[HiddenCapture] | None = None
+) -> list[Tensor]:
+    """With `captures`, what each forward captured is added there."""
     with torch.inference_mode():
         batches = [ForwardBatch.init_new(device_batch(*spans), pools) for spans in SPANS]
+        if captures is not None:
+            captures += [HiddenCapture(CAPTURED, wants_before_norm=True) for _ in batches]
+            each = zip(batches, captures, strict=True)
+            batches = [batch.overridden(ForwardOverrides(capture=made)) for batch, made in each]
         return [forward.run(batch) for batch in batches]
 
 
@@ -103,15 +111,26 @@ def test_all_ranks_have_the_same_bits_which_are_near_those_of_one(
 
 def test_a_compiled_stage_changes_no_bit() -> None:
     after, before = socket.socketpair()
-    stages = [
-        Pipeline(Stage(number, 2), pipe).part_of(model_of(Stage(number, 2)))
-        for number, pipe in enumerate((Pipe(None, after), Pipe(before, None)))
-    ]
+    stages: list[StagedDecoder] = []
+    for number, pipe in enumerate((Pipe(None, after), Pipe(before, None))):
+        stage = Pipeline(Stage(number, 2), pipe).part_of(model_of(Stage(number, 2)))
+        assert isinstance(stage, StagedDecoder)
+        stage.captured, stage.captures = CAPTURED, True  # layers of both stages
+        stages.append(stage)
     # Kernels are compiled by one thread at a time, as in the processes of an engine.
     forwards = [compiled(stage) for stage in stages]
-    found = on_ranks(lambda number: run_all(*forwards[number]))
-    for one, last in zip(outputs_of(model_of()), found[1], strict=True):
+    own: list[HiddenCapture] = []
+    alone: list[HiddenCapture] = []
+    ran = on_ranks(lambda number: run_all(*forwards[number], own if number else None))
+    whole = model_of()  # which the records of its forward point to
+    for one, last in zip(run_all(*compiled(whole), alone), ran[1], strict=True):
         assert torch.equal(last, one)
+    for one_capture, capture in zip(alone, own, strict=True):
+        assert len(capture.layers) == len(CAPTURED)
+        assert all(map(torch.equal, capture.layers, one_capture.layers))
+        assert capture.before_norm is not None
+        assert one_capture.before_norm is not None
+        assert torch.equal(capture.before_norm, one_capture.before_norm)
 
 
 def test_sums_in_the_kernel_and_in_torch_may_follow_each_other(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""Random traces on two ranks: each request gets the tokens of one rank, whatever runs beside it.
+"""Random traces on several ranks: each request gets the tokens of one, whatever runs beside it.
 
-The second rank is a thread here, so that a trace takes no start of a process. It runs the loop of a
-rank's process over a real socket, and both sum in shared memory, or by gloo as on two machines.
+The other ranks are threads here, so that a trace takes no start of a process. They run the loop of
+a rank's process over real sockets, and sum in shared memory, or by gloo as on several machines.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import random
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, cast
@@ -32,15 +32,38 @@ from aserve.parallel.rank import Follower
 from aserve.parallel.topology import Cluster, Coordinates, Patience
 from aserve.progress import ignore_stage
 from aserve.text.load import load_tokenizer
-from aserve.tiny import MODEL_DIR
+from aserve.tiny import DRAFTERS_DIR, MODEL_DIR
 from tests.fakes.toy_device import TOY
 from tests.gpu.drive import request, serve
 from tests.parallel.test_ranks import STORY, loaded, resolved_of
+from tools.train_models.folder import MODELS_DIR, complete_folder
 
 FIRST_SEED = int(os.environ.get("ASERVE_TEST_SEED", "0"))
 IS_LARGE = os.environ.get("ASERVE_TEST_PROFILE") == "large"
 NUM_TRACES = 200 if IS_LARGE else 3
 DRAFTERS = ("", "NGRAM", "EAGLE3")
+# Every way to divide a model, with the model where it is not the bundled one.
+LAYOUTS: Mapping[str, tuple[dict[str, Any], str]] = {
+    "tp 2": ({"tensor_parallel_size": 2}, ""),
+    "tp 4": ({"tensor_parallel_size": 4}, ""),
+    "pp 2": ({"pipeline_parallel_size": 2}, ""),
+    "pp 3": ({"pipeline_parallel_size": 3}, ""),
+    "tp 2 x pp 2": ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, ""),
+    "dp 2": ({"enable_dp_attention": True, "replicas": 2}, ""),
+    "ep 2": ({"expert_parallel_size": 2}, "moe"),
+    "ep 4, rows travel": (
+        {"expert_parallel_size": 4, "all2all_backend": "deepep_high_throughput"},
+        "moe",
+    ),
+}
+# Drafters with the folder of their weights. Over the seeds, each meets each layout.
+PAIRED = {
+    "EAGLE3": "eagle3",
+    "NGRAM": "",
+    "STANDALONE": "small_lm",
+    "NEXTN": "mtp",
+    "DFLASH": "dflash",
+}
 
 
 class RankThread(RankProcess):
@@ -164,3 +187,32 @@ def test_any_trace_gives_the_tokens_of_one_rank(seed: int, tmp_path: Path) -> No
     assert two.logprobs.keys() == one.logprobs.keys()
     for key, logprobs in one.logprobs.items():
         assert two.logprobs[key] == pytest.approx(logprobs, abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + NUM_TRACES // 3))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_gives_the_tokens_of_one_rank_with_drafts_grammars_and_retraction(
+    layout: str, seed: int, tmp_path: Path
+) -> None:
+    number = seed * len(LAYOUTS) + [*LAYOUTS].index(layout)
+    rng = random.Random(number)
+    divided, name = LAYOUTS[layout]
+    folder = complete_folder(MODELS_DIR / name, tmp_path / "model") if name else MODEL_DIR
+    drafter = [*PAIRED][(seed + number) % len(PAIRED)]
+    options = {**options_of(rng, drafter), **divided}
+    options["max_num_seqs"] += 1
+    if PAIRED[drafter]:
+        options["speculative_draft_model_path"] = str(DRAFTERS_DIR / PAIRED[drafter])
+    if "pipeline_parallel_size" in divided:
+        del options["overlap_depth"], options["overlap_lead"]
+    first, *others = requests_of(rng)
+    params = msgspec.structs.replace(first.sampling, grammar=TOY, max_tokens=24)
+    asked = [msgspec.structs.replace(first, sampling=params), *others]
+    one = serve(loaded(folder, num_pages=2000, page_size=1), asked)
+    executor = joined(resolved_of(**options), tmp_path / "store", folder)
+    many = serve(executor, asked, chaos=number, retract_rate=0.2)
+    assert many.outputs == one.outputs
+    assert many.reasons == one.reasons
+    assert many.num_retracted > 0
+    assert any(batch.verify is not None for batch in many.batches)

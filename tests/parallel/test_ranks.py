@@ -38,6 +38,7 @@ STORY = "One day Sam and Mia found a red boat near the lake. fox=3729\n"
 PROMPTS = ["Once upon a time", STORY * 2, STORY * 2 + "They"]
 # Few tokens in a step and few pages: chunks beside decodes, overlap, cache hits and retraction.
 CROWDED: dict[str, Any] = {"page_size": 4, "num_pages": 21, "max_num_batched_tokens": 24}
+DRAFTED = {"speculative_algorithm": "NEXTN"}  # with the modules in the model's checkpoint
 MOVING = {"enable_eplb": True, "eplb_num_redundant_experts": 4, "eplb_step_interval": 5}
 
 
@@ -100,20 +101,23 @@ def test_b13_drafters_experts_and_latents_change_no_token(
     ("folder", "options", "num_asks"),
     [
         ("moe", {"tensor_parallel_size": 4, "enable_expert_parallel": True, **MOVING}, 1),
-        ("mla", {"expert_parallel_size": 2, "enable_two_batch_overlap": True}, 4),
+        ("mla", {"expert_parallel_size": 2, "enable_two_batch_overlap": True, **DRAFTED}, 4),
     ],
 )
 def test_whole_experts_on_ranks_change_no_token(
     folder: str, options: dict[str, Any], num_asks: int, tmp_path: Path
 ) -> None:
-    """Rows travel. The other layers are divided on four ranks, and replicated on two. On four,
-    experts move after every fifth forward."""
+    """Rows travel. The other layers are divided on four ranks, and replicated on two, where every
+    rank drafts. On four, experts move after every fifth forward."""
     model = complete_folder(MODELS_DIR / folder, tmp_path / "model")
     asked = asks(is_plain=True)[:num_asks]
     one = serve(loaded(model), asked)
     executor = loaded(model, all2all_backend="deepep_low_latency", **options)
     assert isinstance(executor, ParallelExecutor)
-    assert serve(executor, asked, chaos=3).outputs == one.outputs
+    many = serve(executor, asked, chaos=3)
+    assert many.outputs == one.outputs
+    has_drafts = any(batch.verify is not None for batch in many.batches)
+    assert has_drafts is ("speculative_algorithm" in options)
 
 
 @pytest.mark.slow

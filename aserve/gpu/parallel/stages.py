@@ -12,7 +12,7 @@ travel to the first stage, which embeds them (staged_drafts.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from aserve.errors import BugError, ConfigError
 from aserve.gpu.decode.base import DecodeMode, OnPublish, StepRunner
-from aserve.gpu.kv.layer_groups import LayerGroup, group_layers
+from aserve.gpu.kv.layer_groups import LayerGroup, LayerSpec, group_layers
 from aserve.gpu.layers.norm import AddNorm, Norm
 from aserve.gpu.models.base import Attend, CausalModel, HiddenCapture
 from aserve.gpu.models.decoder import Decoder
@@ -216,7 +216,8 @@ class Pipeline:
             model.captured = self._agreed_layers(model, ())
             return received_drafts(max_drafts, model.pipe if model.is_first else None)
         loaded = load(replace(request, target=model.decoder))
-        _refuse_kv_elsewhere(loaded, model.own)
+        if loaded.model is not None:
+            refuse_kv_elsewhere(loaded.model.layers, model.own)
         self.world.least(loaded.drafter.max_drafts)
         model.captured = self._agreed_layers(model, loaded.drafter.wants.layer_ids)
         model.sender = DraftSender(loaded.drafter, model.pipe)
@@ -273,14 +274,13 @@ def groups_of(model: CausalModel) -> tuple[LayerGroup, ...]:
     )
 
 
-def _refuse_kv_elsewhere(loaded: LoadedDrafter, own: StageLayers) -> None:
-    """Refuses a drafter that reads KV of the model which earlier stages have."""
-    layers = () if loaded.model is None else loaded.model.layers
+def refuse_kv_elsewhere(layers: Sequence[LayerSpec], own: StageLayers) -> None:
+    """Refuses a drafter of these layers if it reads KV of the model which earlier stages have."""
     stored = {layer.index for layer in layers if layer.kv_layer is None}
-    read = {layer.kv_layer for layer in layers} - stored - {None}
-    if elsewhere := [layer for layer in read if _reads_elsewhere(layer, own)]:
+    read = {layer.kv_layer for layer in layers if layer.kv_layer is not None} - stored
+    if elsewhere := sorted(layer for layer in read if not own.has(layer)):
         raise ConfigError(
-            f"the drafter reads the KV of the layers {sorted(filter(None, elsewhere))}, but the "
+            f"the drafter reads the KV of the layers {elsewhere}, but the "
             f"last stage has the layers {own.first} to {own.end - 1}; lower "
             "--pipeline-parallel-size, or take another --speculative-algorithm",
             param="speculative_algorithm",

@@ -1,0 +1,148 @@
+"""Drafters and adapters of a pipeline: the last stage drafts, and the first one embeds its drafts.
+Tokens are those of one device. The stages are threads here, which run the loop of a rank's process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aserve.errors import ConfigError
+from aserve.gpu.kv.layer_groups import LayerSpec
+from aserve.gpu.models.stages import StageLayers
+from aserve.gpu.parallel.pipe import Pipe
+from aserve.gpu.parallel.staged_drafts import DraftSender, ReceivedDrafts, refuse_trees
+from aserve.gpu.parallel.stages import refuse_kv_elsewhere
+from aserve.gpu.spec.registry import ALGORITHMS
+from aserve.gpu.spec.request import SpecOptions
+from aserve.messages.changes import LoadLora
+from tests.fakes.lora_adapters import write_adapter
+from tests.gpu.drive import Served, serve
+from tests.parallel.test_rank_traces import joined
+from tests.parallel.test_ranks import (
+    CROWDED,
+    RECIPE,
+    asks,
+    loaded,
+    outputs_after,
+    resolved_of,
+)
+
+TWO: dict[str, Any] = {"pipeline_parallel_size": 2}
+
+
+def staged(store: Path, **options: Any) -> Served:
+    executor = joined(resolved_of(**TWO, **CROWDED, **options), store)
+    return serve(executor, asks(), chaos=3, retract_rate=0.2)
+
+
+@cache
+def plain() -> Served:
+    """On one device."""
+    return serve(loaded(), asks())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", sorted(ALGORITHMS.keys() - {"NGRAM"}))
+def test_a_drafter_of_the_last_stage_changes_no_token(drafter: str, tmp_path: Path) -> None:
+    """The first stage has to embed the drafts that the last one verifies: other ones would leave
+    other KV."""
+    two = staged(tmp_path / "store", speculative_algorithm=drafter)
+    assert two.outputs == plain().outputs
+    assert sum(batch.verify is not None for batch in two.batches) > 5
+    assert two.num_retracted > 0
+    assert two.num_resyncs == 0
+
+
+@pytest.mark.slow
+def test_drafts_are_accepted_as_on_one_device(tmp_path: Path) -> None:
+    """So the hidden states of the first stage's layers reach the drafter unchanged."""
+    settings = {**CROWDED, "speculative_algorithm": "EAGLE3", "num_pages": 60}
+    alike = {"overlap_depth": 2, "overlap_lead": 1}
+    one = serve(loaded(**settings, **alike), asks())
+    two = serve(joined(resolved_of(**settings, **TWO), tmp_path / "store"), asks())
+    assert two.outputs == one.outputs
+    assert len(two.batches) == len(one.batches)
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_in_the_last_stage_leaves_no_stage_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails before its drafts are sent. The first stage gives up these drafts, and those of the
+    steps behind it, which were refused."""
+    draft, failures = DraftSender.draft, iter([False, False, True] + [False] * 4 + [True])
+
+    def fails_at_times(*arguments: Any) -> Any:
+        if next(failures, False):
+            raise RuntimeError("the device has a bad moment")
+        return draft(*arguments)
+
+    monkeypatch.setattr(DraftSender, "draft", fails_at_times)
+    two = staged(tmp_path / "store", speculative_algorithm="STANDALONE")
+    assert two.num_resyncs == 2
+    assert two.outputs == plain().outputs
+
+
+def test_drafts_of_a_step_that_made_none_are_given_up() -> None:
+    after, before = socket.socketpair()
+    last, first = Pipe(None, after), Pipe(before, None)
+    sender = DraftSender(ReceivedDrafts(3, None), last)
+    sender.pass_step(7)
+    for iteration in (8, 9, 12):  # 10 failed, and 11 was refused
+        sender.pass_step(iteration)
+    before.settimeout(1.0)
+    drafts = torch.zeros((1, 2), dtype=torch.int64)
+    assert not first.receive(10, drafts)
+    assert not first.receive(11, drafts)
+    assert drafts.tolist() == [[0, 0]]
+    last.send(13, torch.tensor([[7, 8]]))
+    assert first.receive(13, drafts)
+    assert drafts.tolist() == [[7, 8]]
+
+
+def test_trees_and_kv_of_other_stages_are_refused() -> None:
+    for options in (SpecOptions("EAGLE", topk=2), SpecOptions("EAGLE3", token_tree="static")):
+        with pytest.raises(ConfigError, match="known to the last stage alone"):
+            refuse_trees(options)
+    refuse_trees(SpecOptions("EAGLE", topk=1))
+
+    def layer(index: int, kv_layer: int | None) -> LayerSpec:
+        return LayerSpec(index, 1, 1, 8, 1.0, kv_layer=kv_layer)
+
+    own = StageLayers(4, 8, 8, embeds_last=True)
+    refuse_kv_elsewhere((layer(0, 7), layer(1, None), layer(2, 1)), own)
+    with pytest.raises(ConfigError, match=r"KV of the layers \[0, 3\].*has the layers 4 to 7"):
+        refuse_kv_elsewhere((layer(5, 0), layer(1, 3), layer(2, 7)), own)
+
+
+@pytest.mark.slow
+async def test_stages_take_adapters_of_their_layers_and_all_refuse_one_that_does_not_fit(
+    tmp_path: Path,
+) -> None:
+    adapter = write_adapter(tmp_path / "adapter", RECIPE)
+    options = {"enable_lora": True, "max_lora_rank": 16}
+    one = loaded(**options)
+    expected = await outputs_after(one, [LoadLora(1, 1, str(adapter))])
+    one.close()
+    assert expected[0] != expected[1]
+    resolved = resolved_of(**options, **TWO, tensor_parallel_size=2)
+    many = await asyncio.to_thread(joined, resolved, tmp_path / "store")
+    try:
+        assert await outputs_after(many, [LoadLora(1, 1, str(adapter))]) == expected
+        other = write_adapter(tmp_path / "other", RECIPE)
+        weights = (other / "adapter_model.safetensors").read_bytes()
+        renamed = weights.replace(b"model.layers.0.", b"model.layers.9.")
+        (other / "adapter_model.safetensors").write_bytes(renamed)
+        refused = await many.run_job(LoadLora(2, 1, str(other)))
+        assert refused is not None
+        assert "this model takes no adapters for model.layers.9" in refused.message
+        assert not many.died.done()
+    finally:
+        await asyncio.to_thread(many.close)
