@@ -63,8 +63,8 @@ def test_a_drafter_of_the_last_stage_changes_no_token(drafter: str, tmp_path: Pa
 @pytest.mark.slow
 def test_drafts_are_accepted_as_on_one_device(tmp_path: Path) -> None:
     """So the hidden states of the first stage's layers reach the drafter unchanged."""
-    settings = {**CROWDED, "speculative_algorithm": "EAGLE3", "num_pages": 60}
-    alike = {"overlap_depth": 2, "overlap_lead": 1}
+    settings: dict[str, Any] = {**CROWDED, "speculative_algorithm": "EAGLE3", "num_pages": 60}
+    alike: dict[str, Any] = {"overlap_depth": 2, "overlap_lead": 1}
     one = serve(loaded(**settings, **alike), asks())
     two = serve(joined(resolved_of(**settings, **TWO), tmp_path / "store"), asks())
     assert two.outputs == one.outputs
@@ -127,7 +127,7 @@ async def test_stages_take_adapters_of_their_layers_and_all_refuse_one_that_does
     tmp_path: Path,
 ) -> None:
     adapter = write_adapter(tmp_path / "adapter", RECIPE)
-    options = {"enable_lora": True, "max_lora_rank": 16}
+    options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 16}
     one = loaded(**options)
     expected = await outputs_after(one, [LoadLora(1, 1, str(adapter))])
     one.close()
