@@ -16,7 +16,7 @@ import torch
 from numba import njit, prange, types
 from torch import Tensor
 
-from aserve_kernels.cpu.bf16 import Float32s, bf16_bits, narrow
+from aserve_kernels.cpu.bf16 import Float32s, narrow
 from aserve_kernels.cpu.exp2 import power_of_two
 from aserve_kernels.cpu.gemm import OUTPUTS, ROWS, multiply_tile
 from aserve_kernels.cpu.host_rows import NO_WINDOW, HostRows, Int64s
@@ -26,7 +26,7 @@ from aserve_kernels.cpu.precompile import FASTMATH, cached_njit, compile_ahead
 from aserve_kernels.cpu.simd import LANES, fma, load, splat, store
 from aserve_kernels.paged_rows import Scoring
 
-BLOCK = 512  # query rows (queries times heads of one KV head) that share a packed tile
+BLOCK = 1024  # query rows (queries times heads of one KV head) that share a packed tile
 # PERF: the keys of a packed tile. 1,024 queries behind 2,048 keys of 8 heads of 128, CPU time
 # of one thread: 112 ms with 64, 89 with 128, 76 with 256, 70 with 512 and with 1,024.
 TILE = 512
@@ -281,11 +281,22 @@ def _weigh(
     for j in range(stop):
         weight = power_of_two(factor * scores[j] - row_max)
         added += weight
-        weights[j] = bf16_bits(weight)
+        weights[j] = _nearest(weight)
     weights[stop:] = np.uint16(0)
     softmax[query_row, 0] = row_max
     softmax[query_row, 1] = softmax[query_row, 1] * rescale + added
     return rescale
+
+
+@njit(inline="always")
+def _nearest(weight: np.float32) -> np.uint16:
+    """Does what `bf16_bits` does to values whose NaN come from bfloat16 or from arithmetic.
+
+    PERF: without a case for other NaN, a prefill's attention takes 5 % less time.
+    """
+    bits = np.float32(weight).view(np.uint32)
+    to_even = (bits >> np.uint32(16)) & np.uint32(1)
+    return np.uint16(np.uint32(bits + np.uint32(0x7FFF) + to_even) >> np.uint32(16))
 
 
 @njit(inline="always")
