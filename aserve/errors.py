@@ -170,6 +170,12 @@ class EngineDead(EngineError):
     code = "engine_dead"
 
 
+class MachineSilent(EngineDead):
+    """A machine of the engine says nothing any more, so that nobody starts it again."""
+
+    code = "machine_silent"
+
+
 class ConfigError(AserveError):
     """Options, model files or ports that cannot work: one line on stderr and exit code 2."""
 

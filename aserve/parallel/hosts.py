@@ -7,6 +7,7 @@ for each of them. A host or rank that is lost later ends the engine; the next on
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from aserve.host.environment import installed_version
 from aserve.parallel.joining import (
     Control,
     EndRanks,
+    FromHost,
     Join,
     JoinAsHost,
     JoinAsRank,
@@ -101,34 +103,39 @@ class RemoteHost:
 
     def __init__(self, join: JoinAsHost, sock: socket.socket) -> None:
         self.join = join
-        self.control = Control[RankEnded](sock, RankEnded)
+        self.control = Control[FromHost](sock, FromHost)
         self.address: str = sock.getpeername()[0]
         self.own_address: str = sock.getsockname()[0]  # at which the host has reached rank 0
+        self.heard_s = time.monotonic()  # when the host was last heard of
+        self.is_silent = False  # it will not tell how its ranks end
         self._codes: dict[int, int] = {}
 
     def __str__(self) -> str:
         return f"host {self.join.number} at {self.address}"
 
     def has_ended(self) -> bool:
-        """Reads what has come, without waiting."""
-        try:
-            return not self._has_read(0)
-        except TimeoutError:
-            return False
+        """Reads all that has come, without waiting."""
+        with contextlib.suppress(TimeoutError):
+            while self._has_read(0):
+                pass
+            return True
+        return False
 
     def exit_code(self, rank: int, timeout_s: float) -> int:
-        """Waits for the end of a rank's process. Raises TimeoutError, at once if the host ends."""
+        """Waits for the end of a rank's process. Raises TimeoutError, at once if the host ends or
+        is silent."""
         until_s = time.monotonic() + timeout_s
         while rank not in self._codes:
-            if not self._has_read(until_s - time.monotonic()):
+            if self.is_silent or not self._has_read(until_s - time.monotonic()):
                 raise TimeoutError
         return self._codes[rank]
 
     def _has_read(self, timeout_s: float) -> bool:
-        ended = self.control.receive(timeout_s)
-        if ended is not None:
-            self._codes[ended.rank] = ended.code
-        return ended is not None
+        message = self.control.receive(timeout_s)
+        self.heard_s = time.monotonic()
+        if isinstance(message, RankEnded):
+            self._codes[message.rank] = message.code
+        return message is not None
 
 
 class RemoteProcess:
@@ -184,6 +191,14 @@ class Hosts:
     def folder_of(self, host: RemoteHost) -> str:
         """The folder that the ranks of the host's machine share."""
         return f"{host.join.shared_folder}/{self._launch}"
+
+    def note_silent(self, for_s: float) -> RemoteHost | None:
+        """Returns a host of which nothing was heard for so long, and notes that it is silent."""
+        until_s = time.monotonic() - for_s
+        found = next((host for host in self.members.values() if host.heard_s < until_s), None)
+        if found is not None:
+            found.is_silent = True
+        return found
 
     def ranks_loaded(self) -> None:
         for host in self.members.values():

@@ -34,6 +34,8 @@ PIECE_BYTES = 1 << 16
 # Seconds without a word from the other machine, until the kernel asks it; from one question to the
 # next; and questions without an answer, until it counts as lost.
 ASK_AFTER_S, ASK_EVERY_S, NUM_ASKS = 4, 2, 3
+# A machine may also answer the kernel's questions while its processes stand still.
+ALIVE_EVERY_S = 1.0
 
 
 class Leader(NamedTuple):
@@ -91,7 +93,12 @@ class RankEnded(Message, frozen=True):
     code: int
 
 
+class HostAlive(Message, frozen=True):
+    """The host still runs. It says so every ALIVE_EVERY_S."""
+
+
 Join: TypeAlias = JoinAsHost | JoinAsRank
+FromHost: TypeAlias = RankEnded | HostAlive
 ToHost: TypeAlias = StartRanks | RanksLoaded | KillRanks | EndRanks
 
 

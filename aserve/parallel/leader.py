@@ -12,6 +12,7 @@ import functools
 import itertools
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -21,13 +22,14 @@ import msgspec
 from aserve.config import Resolved
 from aserve.disagg.connect import HasKv
 from aserve.engine_core import LocalExecutor
-from aserve.errors import BugError, ConfigError, EngineDead, ErrorInfo
+from aserve.errors import BugError, ConfigError, EngineDead, ErrorInfo, MachineSilent
 from aserve.messages.changes import CheckWeights, EngineJob, LoadLora, LoadWeights
 from aserve.messages.executor import Ticket
 from aserve.messages.step import Launch, Resync, Sample, ScheduleBatch
 from aserve.messages.transfers import LayeredKvAccess
 from aserve.parallel.hosts import Hosts, RemoteHost
 from aserve.parallel.joined import RowsOfRanks
+from aserve.parallel.joining import ALIVE_EVERY_S
 from aserve.parallel.kv_of_ranks import KvOfRanks
 from aserve.parallel.launch import started_ranks
 from aserve.parallel.processes import RankProcess
@@ -49,6 +51,9 @@ from aserve.parallel.topology import (
 )
 
 UP_S = 60.0  # for a rank to import its libraries
+# Without a word from a host, which sends one every ALIVE_EVERY_S: until it counts as silent, and
+# until the loss of a rank counts as its silence.
+SILENT_S, SUSPICIOUS_S = 5.0, 2.5
 
 
 def load_ranks(
@@ -131,7 +136,11 @@ class ParallelExecutor:
         for rank in self.ranks:
             loop.add_reader(rank.socket, functools.partial(self._read, rank))
         for host in self.hosts.members.values():
+            host.has_ended()  # it has told while the model was loaded that it runs
+            host.heard_s = time.monotonic()
             loop.add_reader(host.control.socket, functools.partial(self._watch, host))
+        if self.hosts.members:
+            self._end_of_silence()
 
     async def warm_up(self) -> None:
         self._send(WarmUp())
@@ -251,6 +260,14 @@ class ParallelExecutor:
             self._loop.remove_reader(host.control.socket)
             self._die(EngineDead(f"the {host} was lost"))
 
+    def _end_of_silence(self) -> None:
+        """Ends the engine when a host has been silent for too long."""
+        if self.died.done() or not self.hosts.members:
+            return
+        if (host := self.hosts.note_silent(SILENT_S)) is not None:
+            self._die(_silence_of(host))
+        self._loop.call_later(ALIVE_EVERY_S, self._end_of_silence)
+
     def _complete(self, rank: RankProcess, outcome: Outcome) -> None:
         assert self._rows is not None
         try:
@@ -278,6 +295,9 @@ class ParallelExecutor:
 
     def _die(self, reason: BaseException) -> None:
         if not self.died.done():
+            # Ranks that wait for a silent machine may give up before it counts as silent.
+            host = self.hosts.note_silent(SUSPICIOUS_S)
+            reason = reason if host is None else _silence_of(host)
             self.died.set_result(reason)
         self._end_moves(f"the engine ended: {reason}")
         for answer in (each for answers in self._answers.values() for each in answers):
@@ -296,3 +316,8 @@ class ParallelExecutor:
         for sock in sockets:
             if sock.fileno() >= 0:
                 self._loop.remove_reader(sock)
+
+
+def _silence_of(host: RemoteHost) -> MachineSilent:
+    silent_s = time.monotonic() - host.heard_s
+    return MachineSilent(f"the {host} has said nothing for {silent_s:.0f} s")

@@ -27,8 +27,10 @@ from aserve.host.environment import ending_signals, installed_version
 from aserve.host.hub import resolve_model_dir
 from aserve.host.threads import Worker
 from aserve.parallel.joining import (
+    ALIVE_EVERY_S,
     Control,
     EndRanks,
+    HostAlive,
     JoinAsHost,
     JoinAsRank,
     KillRanks,
@@ -125,7 +127,11 @@ def host_ranks(leader: Leader, join: JoinAsHost, *, wait_s: float) -> EndRanks:
         control.send(join)
         start = control.receive(None)
         if isinstance(start, StartRanks):
-            with shared_folder(start.folder), _ranks(leader, start, control) as processes:
+            with (
+                shared_folder(start.folder),
+                _saying_alive(control),
+                _ranks(leader, start, control) as processes,
+            ):
                 return _until_end(control, start, processes)
     return start if isinstance(start, EndRanks) else LOST
 
@@ -168,6 +174,24 @@ def _ranks(
             _end(process)
         for watch in watches:
             watch.join()
+
+
+@contextlib.contextmanager
+def _saying_alive(control: Control[ToHost]) -> Iterator[None]:
+    """Tells rank 0 within the block that this machine still runs."""
+    is_over = threading.Event()
+
+    def say() -> None:
+        while control.send(HostAlive()) and not is_over.wait(ALIVE_EVERY_S):
+            pass
+
+    worker = Worker("alive", say, on_end=lambda _: None)
+    worker.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        worker.join()
 
 
 def _watch(rank: int, process: subprocess.Popen[bytes], control: Control[ToHost]) -> Worker:

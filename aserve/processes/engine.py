@@ -21,7 +21,7 @@ import msgspec
 from aserve.actors.base import unexpected
 from aserve.actors.supervisor import Supervisor
 from aserve.engine_core import EngineCorePorts, LocalEngineCore, LocalExecutor
-from aserve.errors import AserveError, ConfigError, ErrorInfo
+from aserve.errors import AserveError, ConfigError, ErrorInfo, MachineSilent
 from aserve.grammar.compile import Vocabulary
 from aserve.grammar.process import CompileProcess, early_worker
 from aserve.host.environment import (
@@ -222,7 +222,8 @@ class EngineSide:
         failure = self._supervisor.failure
         if phase == "dead" and failure is not None:
             reason = f"{type(failure.error).__name__}: {failure.error}"
-            self._link.write(Died(failure.name, reason))
+            is_silent = isinstance(failure.error, MachineSilent)
+            self._link.write(Died(failure.name, reason, is_silent))
             self._end()
 
     def _end(self) -> None:

@@ -69,10 +69,12 @@ class LoadFailed(Message, frozen=True):
 
 
 class Died(Message, frozen=True):
-    """The last message of an engine that failed: the actor that died, and the reason."""
+    """The last message of an engine that failed: the actor that died, and the reason. It
+    `is_silent` if a machine of the engine says nothing any more."""
 
     name: str
     reason: str
+    is_silent: bool = False
 
 
 class JobDone(Message, frozen=True):

@@ -104,6 +104,7 @@ class RemoteEngineCore:
         self._nap_after_s = nap_after_s
         self.is_up = False  # an engine is ready, and gets messages
         self._is_closing = False
+        self._silence: ErrorInfo | None = None  # a machine of the engine is silent, and missing
         self._is_buried = asyncio.Event()  # the last engine's process has ended
         self._heard_at_s = time.monotonic()
 
@@ -126,6 +127,9 @@ class RemoteEngineCore:
     def send(self, message: EngineEvent) -> None:
         """Notes the message in the journal, and sends it to the engine if there is one."""
         match message:
+            case AdmitRequest() if self._silence is not None:
+                self._ports.text.send(Refused(message.request_id, self._silence))
+                return
             case AdmitRequest():
                 self._journal.admit(message, is_sent=self.is_up)
                 self._sleep.note_work()
@@ -182,13 +186,15 @@ class RemoteEngineCore:
                 self._pass_on(message)
             case OpenText():
                 self._ports.text.send(message)
+            case StartupStage():
+                self._silence = None  # the next engine has all of its machines, and loads
+                self._ports.report(message)
             case (
                 TickReport()
                 | GrammarKnown()
                 | GrammarCompiled()
                 | KvTransferred()
                 | TierUsed()
-                | StartupStage()
                 | RequestState()
             ):
                 self._ports.report(message)
@@ -210,6 +216,9 @@ class RemoteEngineCore:
                 self._settle(kind(message.message))
             case Died():
                 self._last_words = message
+                if message.is_silent:
+                    self._silence = EngineDead(f"{message.reason}; try again later").info()
+                    self.end_all(self._silence)
             case _:
                 assert_never(message)
 

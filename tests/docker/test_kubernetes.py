@@ -14,6 +14,7 @@ from aserve.http.routes import ROUTES
 from tests.architecture.source import ROOT
 
 FILES = sorted((ROOT / "docker").glob("kubernetes*.yaml"))
+POD_INDEX = "apps.kubernetes.io/pod-index"
 SELF_SERVED = {"/health", "/livez", "/readyz", "/startupz"}  # by a router
 
 
@@ -29,9 +30,23 @@ WORKLOADS = [
 ]
 
 
+SERVING = [each for each in WORKLOADS if "node" not in each.id.rpartition("-")[2]]
+
+
 def container(workload: dict[str, Any]) -> dict[str, Any]:
     (found,) = workload["spec"]["template"]["spec"]["containers"]
     return dict(found)
+
+
+def value_of(variable: dict[str, Any], workload: dict[str, Any]) -> str:
+    """The value that the first pod gets."""
+    if POD_INDEX in variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", ""):
+        return str(first_ordinal(workload["spec"]))
+    return str(variable.get("value", "x"))
+
+
+def first_ordinal(spec: dict[str, Any]) -> int:
+    return int(spec.get("ordinals", {}).get("start", 0))
 
 
 def options(workload: dict[str, Any]) -> dict[str, Any]:
@@ -39,7 +54,7 @@ def options(workload: dict[str, Any]) -> dict[str, Any]:
     known, unknown = make_parser().parse_known_args(container(workload)["args"])
     assert unknown == []
     environment = {
-        each["name"]: each.get("value", "x")
+        each["name"]: value_of(each, workload)
         for each in container(workload).get("env", ())
         if each["name"].startswith("ASERVE_")
     }
@@ -52,10 +67,11 @@ def addresses(given: dict[str, Any]) -> list[str]:
     """What a pod connects to, as HOST:PORT."""
     prefill = given.get("disaggregation_prefill")
     urls = [each.removeprefix("http://") for each in given.get("replica", ())]
-    return urls + (prefill.split(",") if prefill else [])
+    nodes = given.get("dist_init_addr")
+    return urls + (prefill.split(",") if prefill else []) + ([nodes] if nodes else [])
 
 
-@pytest.mark.parametrize(("path", "workload"), WORKLOADS)
+@pytest.mark.parametrize(("path", "workload"), SERVING)
 def test_the_command_of_a_pod_has_options_that_exist_and_fit(path: Path, workload: Any) -> None:
     given = options(workload)
     ports = {each["name"]: each["containerPort"] for each in container(workload)["ports"]}
@@ -75,7 +91,8 @@ def test_a_pod_finds_the_others_by_their_names_and_ports(path: Path, workload: A
         host, _, port = address.partition(":")
         pod, _, name = host.partition(".")
         service, owner = services[name]["spec"], sets[pod.rpartition("-")[0]]["spec"]
-        assert int(pod.rpartition("-")[2]) < owner["replicas"]
+        first = first_ordinal(owner)
+        assert int(pod.rpartition("-")[2]) in range(first, first + owner["replicas"])
         assert owner["serviceName"] == name
         assert service["clusterIP"] == "None"
         assert int(port) in {each["port"] for each in service["ports"]}
@@ -83,13 +100,13 @@ def test_a_pod_finds_the_others_by_their_names_and_ports(path: Path, workload: A
     assert workload["spec"]["selector"]["matchLabels"] == labels
     mine = [each["spec"] for each in services.values() if each["spec"]["selector"] == labels]
     assert mine, "no service leads to the pod"
-    ports = {each["name"]: each["containerPort"] for each in container(workload)["ports"]}
+    ports = {each["name"]: each["containerPort"] for each in container(workload).get("ports", ())}
     for service in mine:
-        for each in service["ports"]:
+        for each in service.get("ports", ()):
             assert ports[each["targetPort"]] == each["port"]
 
 
-@pytest.mark.parametrize(("path", "workload"), WORKLOADS)
+@pytest.mark.parametrize(("path", "workload"), SERVING)
 def test_probes_exist_and_the_drain_fits_into_the_end(path: Path, workload: Any) -> None:
     own = container(workload)
     is_router = own["args"][0] == "route"
@@ -111,3 +128,23 @@ def test_the_routers_know_every_server() -> None:
     (servers,) = [each for each in documents(path) if each["kind"] == "StatefulSet"]
     (router,) = [each for each in documents(path) if each["kind"] == "Deployment"]
     assert len(set(addresses(options(router)))) == servers["spec"]["replicas"]
+
+
+def test_the_pods_of_one_engine_are_as_many_nodes_with_numbers_of_their_own() -> None:
+    (path,) = [each for each in FILES if each.stem == "kubernetes-nodes"]
+    sets = [each for each in documents(path) if each["kind"] == "StatefulSet"]
+    zero, others = sets
+    given = [options(each) for each in sets]
+    (variable,) = [each for each in container(others)["env"] if "RANK" in each["name"]]
+    first = int(value_of(variable, others))
+    assert [0, *range(first, first + others["spec"]["replicas"])] == [
+        *range(int(given[0]["nnodes"]))
+    ]
+    assert zero["spec"]["replicas"] == 1
+    own, theirs = (container(each)["args"] for each in sets)
+    assert own[-len(theirs) + 1 :] == theirs[1:]
+    assert all("dist_key" in each for each in given)
+    # They serve nothing that could be probed, and end by themselves.
+    assert not {"ports", "startupProbe", "readinessProbe", "livenessProbe"} & {*container(others)}
+    assert others["spec"]["template"]["spec"]["securityContext"]["runAsNonRoot"]
+    assert container(others)["securityContext"]["readOnlyRootFilesystem"]

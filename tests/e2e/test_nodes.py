@@ -31,13 +31,15 @@ async def test_machines_that_are_lost_and_come_back_change_nothing_of_open_strea
         async with aiohttp.ClientSession(server.address) as client:
             crowd = Crowd(client)
             whole = await asyncio.gather(*map(crowd.ask, PLAIN))
+            await silence_ends_requests_and_is_over(client, lost.pid)
+            assert await asyncio.gather(*map(crowd.ask, PLAIN)) == whole
             assert await answers_after_death(client, server.engine_pid) == whole
             [orphan] = children_of(lost.pid, module="aserve.parallel.rank")
             answers = asyncio.ensure_future(answers_after_death(client, lost.pid))
             with host_process(address) as host:
                 assert await answers == whole
                 assert not is_running(orphan)
-                assert server.metric("aserve_engine_restarts_total") == 2
+                assert server.metric("aserve_engine_restarts_total") == 3
                 async with client.post("/sleep", headers={"Authorization": "Bearer k"}) as answer:
                     assert answer.status == 400, await answer.text()
                 code, _ = server.end()
@@ -45,6 +47,29 @@ async def test_machines_that_are_lost_and_come_back_change_nothing_of_open_strea
                 assert host.wait(30) == 0
     assert "was lost" in server.text
     assert "Traceback" not in server.text
+
+
+async def silence_ends_requests_and_is_over(client: aiohttp.ClientSession, host_pid: int) -> None:
+    """The processes of a machine stand still, with all connections open, and then go on. Streams
+    end with an error, and new requests with 503, until the machine has joined again."""
+    body: dict[str, Any] = {"model": "aserve-tiny", "prompt": "Once", "max_tokens": 900}
+    body |= {"ignore_eos": True, "stream": True}
+    stopped = [host_pid, *children_of(host_pid, module="aserve.parallel.rank")]
+    async with client.post("/v1/completions", json=body) as answer:
+        await answer.content.readline()
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        async with asyncio.timeout(10):
+            rest = (await answer.text()).splitlines()
+    assert any("has said nothing for" in line and "engine_dead" in line for line in rest), rest
+    async with asyncio.timeout(10), client.post("/v1/completions", json=body) as refused:
+        assert refused.status == 503
+        assert "has said nothing for" in await refused.text()
+    for pid in stopped:
+        os.kill(pid, signal.SIGCONT)
+    async with asyncio.timeout(90):
+        while (await client.post("/v1/completions", json=body | {"max_tokens": 1})).status == 503:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
 
 
 def is_running(pid: int) -> bool:

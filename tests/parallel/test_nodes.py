@@ -20,12 +20,14 @@ import pytest
 from aserve.errors import ConfigError
 from aserve.gpu.parallel.meeting import LOOPBACK
 from aserve.host.environment import installed_version
-from aserve.parallel.hosts import Division, Entrance, Hosts, divided
+from aserve.parallel.hosts import Division, Entrance, Hosts, RemoteHost, divided
 from aserve.parallel.joining import (
     Control,
     EndRanks,
+    HostAlive,
     JoinAsHost,
     Leader,
+    RankEnded,
     StartRanks,
     ToHost,
     WrongKey,
@@ -37,6 +39,7 @@ from tests.e2e.server_process import REPOSITORY, children_of, command, environme
 from tests.gpu.drive import serve
 from tests.parallel.test_rank_traces import cluster_of, joined
 from tests.parallel.test_ranks import CROWDED, asks, loaded, resolved_of
+from tools.train_models.folder import MODELS_DIR, complete_folder
 
 KEY = "of the nodes"
 
@@ -126,6 +129,51 @@ def test_a_host_runs_ranks_for_one_engine_after_the_other() -> None:
         assert serve(second, asks(), chaos=3).outputs == one.outputs
         assert second.ranks[0].process.returncode == 0
         assert host.wait(30) == 0
+
+
+@pytest.mark.slow
+def test_experts_of_two_machines_change_no_token(tmp_path: Path) -> None:
+    """Rows travel between two processes that share no memory, and each rank drafts."""
+    model = complete_folder(MODELS_DIR / "moe", tmp_path / "model")
+    asked = asks(is_plain=True)
+    one = serve(loaded(model), asked)
+    with socket.create_server((LOOPBACK, 0)) as free:
+        address = f"{LOOPBACK}:{free.getsockname()[1]}"
+    with host_process(address, "--model", str(model)) as host:
+        executor = loaded(
+            model,
+            expert_parallel_size=2,
+            all2all_backend="deepep_high_throughput",
+            speculative_algorithm="NGRAM",
+            nnodes=2,
+            dist_init_addr=address,
+            dist_key=KEY,
+            **CROWDED,
+        )
+        assert isinstance(executor, ParallelExecutor)
+        many = serve(executor, asked, chaos=3)
+        assert many.outputs == one.outputs
+        assert any(batch.verify is not None for batch in many.batches)
+        assert executor.ranks[0].process.returncode == 0
+        assert host.wait(30) == 0
+
+
+def test_a_host_that_says_nothing_for_long_is_silent_and_nobody_waits_for_it() -> None:
+    hosts = Hosts()
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        far = Control[ToHost](socket.create_connection(listener.getsockname()), ToHost)
+        host = hosts.members[1] = RemoteHost(JoinAsHost("", 1, "/", "/", "/"), listener.accept()[0])
+    with contextlib.closing(far), contextlib.closing(host.control):
+        host.heard_s -= 61.0
+        far.send(HostAlive())
+        far.send(RankEnded(1, 7))
+        assert not host.has_ended()
+        assert hosts.note_silent(60.0) is None
+        assert host.exit_code(1, 60.0) == 7
+        host.heard_s -= 61.0
+        assert hosts.note_silent(60.0) is host
+        with pytest.raises(TimeoutError):
+            host.exit_code(2, 60.0)
 
 
 @contextlib.contextmanager
