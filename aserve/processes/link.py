@@ -17,19 +17,19 @@ import logging
 import socket
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeAlias, TypeVar, cast
+from typing import Any, Generic, TypeAlias, TypeGuard, TypeVar, cast
 
 import msgspec
 
 from aserve.actors.base import Actor
 from aserve.config import Resolved
-from aserve.errors import ErrorInfo
+from aserve.errors import AserveError, ErrorInfo
 from aserve.frames import FrameSplitter, framed
 from aserve.messages.base import Message
 from aserve.messages.changes import EngineJob
 from aserve.messages.executor import EngineSpec
 from aserve.messages.output import DetokenizerEvent
-from aserve.messages.requests import EngineEvent
+from aserve.messages.requests import AdmitRequest, EngineEvent
 from aserve.observability.reports import EngineReport
 
 
@@ -82,6 +82,20 @@ class JobDone(Message, frozen=True):
 
     job: EngineJob
     error: ErrorInfo | None
+
+
+def settle(ready: asyncio.Future[Ready], outcome: Ready | AserveError) -> None:
+    """Completes `ready` with the first outcome of a start."""
+    if ready.done():
+        return
+    if isinstance(outcome, Ready):
+        ready.set_result(outcome)
+    else:
+        ready.set_exception(outcome)
+
+
+def has_adapter(message: EngineEvent) -> TypeGuard[AdmitRequest]:
+    return isinstance(message, AdmitRequest) and message.lora_slot > 0
 
 
 ToEngine: TypeAlias = Start | EngineJob | EngineEvent

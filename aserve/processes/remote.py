@@ -11,7 +11,7 @@ import asyncio
 import logging
 import sys
 import time
-from typing import TypeGuard, assert_never
+from typing import assert_never
 
 from aserve.actors.admission import too_early
 from aserve.actors.base import DeathReport, unexpected
@@ -58,6 +58,8 @@ from aserve.processes.link import (
     Start,
     ToEngine,
     ToFrontend,
+    has_adapter,
+    settle,
 )
 
 FLUSH_S = 1.0  # for the last messages to an engine that is to end
@@ -210,10 +212,10 @@ class RemoteEngineCore:
                 self.spec = message.spec
                 self._heard_at_s = time.monotonic()
                 self.is_up = self._on_death is None  # a restarted one loads its adapters first
-                self._settle(message)
+                settle(self.ready, message)
             case LoadFailed():
                 kind = ConfigError if message.is_config else EngineDead
-                self._settle(kind(message.message))
+                settle(self.ready, kind(message.message))
             case Died():
                 self._last_words = message
                 if message.is_silent:
@@ -230,21 +232,13 @@ class RemoteEngineCore:
         if self._journal.has_suspects:
             self._send_again(self._journal.next_trial())
 
-    def _settle(self, outcome: Ready | AserveError) -> None:
-        if self.ready.done():
-            return
-        if isinstance(outcome, Ready):
-            self.ready.set_result(outcome)
-        else:
-            self.ready.set_exception(outcome)
-
     def _refuse(self, message: ToEngine) -> None:
         """Ends a request whose message cannot be encoded. The others can always be encoded."""
         match message:
             case AdmitRequest():
                 self._end(message.request_id, unexpected(message.request_id).info())
             case Start():
-                self._settle(EngineDead("the options cannot be sent to the engine's process"))
+                settle(self.ready, EngineDead("the options cannot be sent to the engine's process"))
             case LoadLora() | LoadWeights() | Profile() | CheckWeights() | Sleep() | Wake():
                 error = InvalidRequest("the path cannot be sent to the engine").info()
                 self._answer_job(message, error)
@@ -297,7 +291,7 @@ class RemoteEngineCore:
         died, self._last_words = self._last_words or died, None
         self._sleep.has_profile = False
         dead = EngineDead(died.reason)
-        self._settle(dead)
+        settle(self.ready, dead)
         for job in list(self._jobs):
             self._answer_job(job, dead.info())
         self._is_buried.set()
@@ -384,7 +378,7 @@ class RemoteEngineCore:
 
     def _submit(self, message: EngineEvent) -> None:
         """Sends a message to the engine, or ends a request whose adapter got lost in a restart."""
-        if _has_adapter(message) and message.lora_slot in self._lost_slots:
+        if has_adapter(message) and message.lora_slot in self._lost_slots:
             self._end(message.request_id, self._lost_slots[message.lora_slot])
         else:
             self._link.inbox.send(message)
@@ -410,7 +404,3 @@ class RemoteEngineCore:
                 pass
         if not answer.done():  # the client may have gone
             answer.set_result(error)
-
-
-def _has_adapter(message: EngineEvent) -> TypeGuard[AdmitRequest]:
-    return isinstance(message, AdmitRequest) and message.lora_slot > 0
