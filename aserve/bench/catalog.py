@@ -26,6 +26,7 @@ from aserve.bench.options import (
     ParallelOptions,
     RelayOptions,
     ReportOptions,
+    RequestMemoryOptions,
     RouteOptions,
     ScalingOptions,
     ServeOptions,
@@ -133,6 +134,11 @@ BENCHES: Mapping[str, Bench] = {
         "Draws the figures of `scaling`, or of a comparison of engines.",
         ReportOptions,
         "aserve.bench.report",
+    ),
+    "request-memory": Bench(
+        "The host memory of requests that run and that wait. The device only sleeps.",
+        RequestMemoryOptions,
+        "aserve.bench.request_memory",
     ),
     "route": Bench(
         "The cost of the router, and cached prefixes by its policy on two servers.",

@@ -81,6 +81,12 @@ class HostStepOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestMemoryOptions:
+    running: int = option(1024, "requests that run", Limits(low=2))
+    waiting: int = option(10_000, "requests that wait", Limits(low=1))
+
+
+@dataclass(frozen=True, slots=True)
 class KernelsOptions:
     tokens: int = option(32_768, "tokens of a forward pass", Limits(low=1))
     rows: int = option(1024, "rows of logits", Limits(low=1))
