@@ -60,8 +60,11 @@ async def measure(options: RequestMemoryOptions, resolved: Resolved) -> tuple[fl
     tokenizer = load_tokenizer(MODEL_DIR)
     device = _Device(_spec(options, tokenizer.vocab_size), step_s=STEP_S)
     loaded = Loaded(device, TextSide(tokenizer))
-    async with Engine(_resolved_for(options, resolved), loader=lambda _: loaded) as engine:
-        readers = _Readers(engine, device)
+    async with (
+        Engine(_resolved_for(options, resolved), loader=lambda _: loaded) as engine,
+        asyncio.TaskGroup() as group,
+    ):
+        readers = _Readers(engine, device, group)
         await readers.open(1)  # what the first request builds for all
         tracemalloc.start()
         try:
@@ -73,7 +76,7 @@ async def measure(options: RequestMemoryOptions, resolved: Resolved) -> tuple[fl
             waiting = _own_bytes() - more - running - VALUE_BYTES * num_before
         finally:
             tracemalloc.stop()
-            await readers.close()
+            readers.close()
     return running / max(options.running - 1, 1), waiting / options.waiting
 
 
@@ -90,8 +93,9 @@ class _Device(SleepingExecutor):
 class _Readers:
     """Reads the answers of requests, and drops what it has read."""
 
-    def __init__(self, engine: Engine, device: _Device) -> None:
+    def __init__(self, engine: Engine, device: _Device, group: asyncio.TaskGroup) -> None:
         self._engine = engine
+        self._group = group
         self._device = device
         self._numbers = np.random.default_rng(0)
         self._tasks: list[asyncio.Task[None]] = []
@@ -103,16 +107,15 @@ class _Readers:
         for _ in range(num_requests):
             prompt = self._numbers.integers(300, 500, size=PROMPT_LEN).tolist()
             chunks = self._engine.generate(prompt, max_tokens=MAX_TOKENS, ignore_eos=True)
-            self._tasks.append(asyncio.create_task(self._read(chunks)))
+            self._tasks.append(self._group.create_task(self._read(chunks)))
         self.num_tokens += PROMPT_LEN * num_requests
         while self._device.num_requests < len(self._tasks):
             self._has_news.clear()
             await self._has_news.wait()
 
-    async def close(self) -> None:
+    def close(self) -> None:
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _read(self, chunks: AsyncGenerator[OutputChunk, None]) -> None:
         async for chunk in chunks:
