@@ -537,6 +537,7 @@ def _plan_spec(
         vocab_size=parts.model.vocab_size,
         depth=options.depth,
         lead=options.lead,
+        min_part_rows=options.pipeline.min_part_rows(options.num_processes),
         max_waiting=options.max_waiting,
         prefix_cache=options.prefix_cache and not parts.pooled.whole_prompts,
         kv_tiers=options.kv_tiers,

@@ -1,5 +1,6 @@
 """Data-parallel ranks: which rows are whose, each rank's part of a step, and where a waiting
-sequence goes. With one rank everything here is the identity. Nothing here changes the state.
+sequence goes. With one rank everything here is the identity, but for the decodes that the stages
+of a pipeline share. Nothing here changes the state.
 
 A sequence gets its rank when it is admitted, and keeps it until it ends or is retracted. It goes
 where the longest prefix of it is cached, and else to the rank whose running rows have the fewest
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from aserve.cache.page_keys import PageKeys
+from aserve.messages.executor import EngineSpec
 from aserve.scheduling.blocks import cached_prefix
 from aserve.scheduling.flights import Step
 from aserve.scheduling.request import Sequence
@@ -29,6 +31,33 @@ def rows_by_rank(state: SchedulerState, rows: Column) -> Iterator[Column]:
     ranks = (rows - 1) % num_ranks
     for rank in range(num_ranks):
         yield rows[ranks == rank]
+
+
+def next_decodes(state: SchedulerState, ready: Column) -> list[Column]:
+    """Returns the decodes of each rank that the next step may have, of those that are ready.
+
+    Where one step is to have all rows of a pipeline, it waits until the decodes in flight have
+    landed; else rows that once were in two steps would never be in one again.
+    """
+    spec, chosen = state.spec, []
+    for rank, own in enumerate(rows_by_rank(state, ready)):
+        most = max_decode_rows(spec, state.rows.num_taken_of(rank))
+        if spec.lead < spec.depth and most < spec.min_part_rows:
+            most = 0 if any(_has_decodes(step, spec) for step in state.steps.values()) else len(own)
+        chosen.append(own[:most])
+    return chosen
+
+
+def max_decode_rows(spec: EngineSpec, num_running: int) -> int:
+    """Returns the maximum number of decode rows in one step. With lead < depth (a pipeline) the
+    rows are spread over the steps in flight, if that gives each `min_part_rows` or more.
+    """
+    return -(-num_running * spec.lead // spec.depth)
+
+
+def _has_decodes(step: Step, spec: EngineSpec) -> bool:
+    is_decode = step.samples & (step.query_lens == spec.decode.root_len + step.num_drafts)
+    return bool(is_decode.any())
 
 
 def sequences_by_rank(state: SchedulerState, rows: list[Sequence]) -> list[list[Sequence]]:

@@ -9,7 +9,6 @@ import functools
 
 import numpy as np
 
-from aserve.messages.executor import EngineSpec
 from aserve.scheduling.admit import admit, prefill_order
 from aserve.scheduling.blocks import min_query_len, min_query_lens, uncut_blocks
 from aserve.scheduling.budget import (
@@ -25,7 +24,7 @@ from aserve.scheduling.finish import finish_ended, retract, retraction_order
 from aserve.scheduling.flights import NOTHING, Spans, rows_of
 from aserve.scheduling.forecast import become_cautious
 from aserve.scheduling.make_way import make_way
-from aserve.scheduling.ranks import rows_by_rank, sequences_by_rank
+from aserve.scheduling.ranks import next_decodes, rows_by_rank, sequences_by_rank
 from aserve.scheduling.request import Phase, Sequence
 from aserve.scheduling.rows import Column
 from aserve.scheduling.state import SchedulerState
@@ -45,10 +44,7 @@ def select(state: SchedulerState) -> tuple[Spans, list[Sequence]]:
         if len(chosen.rows) or state.is_recovering:
             return chosen, []
     decodes, prefills = _ready_rows(state)
-    by_rank = [
-        own[: max_decode_rows(state.spec, state.rows.num_taken_of(rank))]
-        for rank, own in enumerate(rows_by_rank(state, decodes))
-    ]
+    by_rank = next_decodes(state, decodes)
     state.draft_choice.choose(state.table, np.concatenate(by_rank), state.running)
     budget, mixes = state.spec.max_batched_tokens, state.spec.decode.mixes_prefill
     mixed = [_fill(state, own, budget) if mixes else NOTHING for own in by_rank]
@@ -227,10 +223,3 @@ def _retract_for_room(state: SchedulerState) -> None:
             return
         retract(state, max(crowded[0], key=retraction_order))
         become_cautious(state)
-
-
-def max_decode_rows(spec: EngineSpec, num_running: int) -> int:
-    """Returns the maximum number of decode rows in one step. With lead < depth (a pipeline) the
-    rows are spread over the steps in flight.
-    """
-    return -(-num_running * spec.lead // spec.depth)

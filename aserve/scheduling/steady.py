@@ -18,8 +18,9 @@ from aserve.messages.step import Launch, ScheduleBatch, StepStats
 from aserve.scheduling.flights import Repeat, plan_step, send
 from aserve.scheduling.forecast import relax
 from aserve.scheduling.loads import save_pages
+from aserve.scheduling.ranks import max_decode_rows
 from aserve.scheduling.rows import Column
-from aserve.scheduling.select import grow, max_decode_rows
+from aserve.scheduling.select import grow
 from aserve.scheduling.state import SchedulerState
 from aserve.scheduling.table_writes import page_writes
 
