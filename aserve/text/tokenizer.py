@@ -78,7 +78,9 @@ class TextTokenizer:
         a text that are `kept`.
         """
         skipped = self.special_ids if skip_special else frozenset[int]()
-        skipped = skipped.difference(map(self._backend.token_to_id, kept))
+        kept_ids = [*map(self._backend.token_to_id, kept)]
+        if kept_ids:  # else all outputs share the set
+            skipped = skipped.difference(kept_ids)
         if self._spelling is Spelling.CONTEXTUAL:
             return WindowStream(self._decode_whole, skipped=skipped)
         return ByteStream(self.token_bytes, skipped=skipped)
