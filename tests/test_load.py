@@ -33,6 +33,7 @@ WORDS = (
     *("--max-queue", "105", "--overlap-depth", "4", "--overlap-lead", "3", "--debug-checks"),
     *("--attention-backend", "triton", "--device", "cuda", "--deterministic"),
     *("--cuda-graph-max-bs", "106", "--threads", "2"),
+    *("--piecewise-cuda-graph-max-tokens", "107"),
 )
 BUILT = BuildOptions(
     model_dir=Path("of-no-model"),
@@ -56,6 +57,7 @@ BUILT = BuildOptions(
     device="cuda",
     deterministic=True,
     graph_rows=106,
+    piece_tokens=107,
     threads=2,
 )
 

@@ -292,7 +292,8 @@ def assemble(
     if num_pages is None:
         run_largest = functools.partial(_run_largest, parts)
         budget_bytes = device.kv_bytes(run_largest, share=options.memory_share)
-        budget_bytes -= parts.graph_limits.reserved_bytes
+        # The graphs' memory is an estimate, which shall not take a small device's KV away.
+        budget_bytes -= min(parts.graph_limits.reserved_bytes, budget_bytes // 4)
         # All ranks have the same pages, and some share the memory of a machine.
         budget_bytes = options.ranks.least(
             budget_bytes // (options.num_processes if options.shares_memory else 1)
