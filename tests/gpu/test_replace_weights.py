@@ -16,6 +16,9 @@ from aserve.gpu.device.cpu.ops import CompiledNorm
 from aserve.gpu.layers.linear import Linear, LinearOp
 from aserve.gpu.layers.norm import HeadNorms
 from aserve.gpu.replace_weights import copies
+from aserve_kernels.cpu.gemm import compile_packed_linear
+from aserve_kernels.cpu.quant_linear import compile_quant_linear
+from aserve_kernels.cpu.rms_norm import compile_rms_norm
 
 LINEARS: tuple[Callable[[Tensor, Tensor], LinearOp], ...] = (
     *(Linear, PackedLinear, Fp16StoredLinear, TiledLinear, QuantLinear.rounded),
@@ -26,6 +29,15 @@ LINEARS: tuple[Callable[[Tensor, Tensor], LinearOp], ...] = (
 
 def drawn(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled() -> None:
+    """A kernel that another test has compiled for other types compiles no more by itself."""
+    compile_packed_linear(torch.float32)
+    compile_rms_norm(torch.float32)
+    for bits in (8, 4):
+        compile_quant_linear(torch.float32, bits=bits)
 
 
 @pytest.mark.parametrize("make", LINEARS)
