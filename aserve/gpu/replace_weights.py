@@ -49,11 +49,22 @@ def _copies_of(old: object, new: object, rebind: Callable[[object], None]) -> It
     elif isinstance(old, tuple) and isinstance(new, tuple):
         for each, other in zip(old, new, strict=True):
             yield from _copies_of(each, other, rebind)
-    elif type(old).__module__.startswith(OURS):
+    elif isinstance(old, dict) and isinstance(new, dict):
+        for key, value in old.items():
+            yield from _copies_of(value, new[key], rebind)
+    elif may_hold_weights(old):
         yield from copies(old, new)
 
 
+def may_hold_weights(value: object) -> bool:
+    """Returns whether it is an object of ours, or a function with given arguments, as norms on CUDA
+    are."""
+    return isinstance(value, partial) or type(value).__module__.startswith(OURS)
+
+
 def attributes_of(value: object) -> list[str]:
+    if isinstance(value, partial):
+        return ["args", "keywords"]
     slots = (getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
     names = [name for each in slots for name in each]
     return [*names, *getattr(value, "__dict__", ())]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from aserve.errors import InvalidRequest
 from aserve.gpu.lora.tables import LoraLinear
-from aserve.gpu.replace_weights import OURS, attributes_of
+from aserve.gpu.replace_weights import attributes_of, may_hold_weights
 
 MAX_NAMED = 5  # weights in a message
 
@@ -75,7 +75,10 @@ def _weights(
     elif isinstance(value, tuple | list):
         for number, each in enumerate(value):
             yield from _weights(each, f"{name}[{number}]", seen)
-    elif type(value).__module__.startswith(OURS):
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield from _weights(each, f"{name}[{key}]", seen)
+    elif may_hold_weights(value):
         for attribute in attributes_of(value):
             yield from _weights(getattr(value, attribute), f"{name}.{attribute}", seen)
 

@@ -16,9 +16,11 @@ from aserve.gpu.device.cpu.ops import CompiledNorm
 from aserve.gpu.layers.linear import Linear, LinearOp
 from aserve.gpu.layers.norm import HeadNorms
 from aserve.gpu.replace_weights import copies
+from aserve.gpu.weight_check import hashes_of
 from aserve_kernels.cpu.gemm import compile_packed_linear
 from aserve_kernels.cpu.quant_linear import compile_quant_linear
 from aserve_kernels.cpu.rms_norm import compile_rms_norm
+from aserve_kernels.reference import rms_norm_ref
 
 LINEARS: tuple[Callable[[Tensor, Tensor], LinearOp], ...] = (
     *(Linear, PackedLinear, Fp16StoredLinear, TiledLinear, QuantLinear.rounded),
@@ -61,6 +63,18 @@ def test_tensors_keep_their_addresses_and_norms_their_copies() -> None:
             copy()
         assert norm.weight.data_ptr() == address
         assert torch.equal(norm.weight, other.weight)
+
+
+def test_a_norm_that_is_a_kernel_with_its_weight_takes_over_the_other_one() -> None:
+    """As on CUDA. The check of weights sees them, too."""
+    old, new = (partial(rms_norm_ref, weight=drawn(seed, 8), eps=1e-6) for seed in (1, 2))
+    weight, expected = old.keywords["weight"], new(drawn(3, 4, 8))
+    assert hashes_of(old) != hashes_of(new)
+    for copy in list(copies(old, new)):
+        copy()
+    assert old.keywords["weight"] is weight
+    assert torch.equal(old(drawn(3, 4, 8)), expected)
+    assert hashes_of(old) == hashes_of(new)
 
 
 @pytest.mark.parametrize("other", [Linear(drawn(1, 3, 4)), Linear(drawn(1, 2, 4).double())])
