@@ -64,9 +64,9 @@ def test_a_drafter_of_the_last_stage_changes_no_token(drafter: str, tmp_path: Pa
 def test_drafts_are_accepted_as_on_one_device(tmp_path: Path) -> None:
     """So the hidden states of the first stage's layers reach the drafter unchanged."""
     settings: dict[str, Any] = {**CROWDED, "speculative_algorithm": "EAGLE3", "num_pages": 60}
-    alike: dict[str, Any] = {"overlap_depth": 2, "overlap_lead": 1}
+    alike: dict[str, Any] = {"overlap_depth": 1, "overlap_lead": 1}
     one = serve(loaded(**settings, **alike), asks())
-    two = serve(joined(resolved_of(**settings, **TWO), tmp_path / "store"), asks())
+    two = serve(joined(resolved_of(**settings, **{**TWO, **alike}), tmp_path / "store"), asks())
     assert two.outputs == one.outputs
     assert len(two.batches) == len(one.batches)
 
