@@ -99,8 +99,8 @@ class Step(msgspec.Struct, gc=False, eq=False):
 
 
 class Repeat(msgspec.Struct, gc=False, eq=False):
-    """What stays the same while each step is the one before with one token more (steady.py): the
-    last step, and the arrays of its batch. It holds for these rows and this spec.
+    """The parts of a step and of its batch that stay the same while each step is the one before
+    with one token more (steady.py). They hold for these rows and this spec.
     """
 
     step: Step

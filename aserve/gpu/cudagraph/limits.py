@@ -45,8 +45,8 @@ class GraphLimits:
 
     @property
     def reserved_bytes(self) -> int:
-        """What all graphs may take: for each number of rows a decode with each kind of sampling and
-        a forward, and a forward for each number of tokens."""
+        """Returns an estimate of what all graphs take: for each number of rows a decode with each
+        kind of sampling and a forward, and a forward for each number of tokens."""
         num_kinds = NUM_SAMPLINGS + (self.tokens is not None)
         num_graphs = len(row_counts(self.rows)) * num_kinds + len(token_counts(self.tokens or 0))
         return num_graphs * GRAPH_BYTES

@@ -1,4 +1,4 @@
-"""How ranks are joined whose tensors are on one type of device: the registry of rank backends."""
+"""The registry of rank backends: each joins the ranks whose tensors are on one type of device."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
 
 
 class _Fp8Parts(msgspec.Struct, frozen=True):
-    """What belongs to a weight in fp8."""
+    """The stored tensors that belong to a weight in fp8, and the size of its blocks."""
 
     block: fp8.Block
     scales: StoredTensor

@@ -37,7 +37,7 @@ Part: TypeAlias = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """How a checkpoint has fp8: with scales of blocks, or else of weights or of their rows."""
+    """The fp8 format of a checkpoint. Without `block` a scale is for a weight or for each row."""
 
     block: Block | None = None
 

@@ -1,4 +1,4 @@
-"""How a checkpoint's linear layers are quantized, read from config.json's `quantization_config`.
+"""Reads how a checkpoint's linear layers are quantized from config.json's `quantization_config`.
 
 Which layers are not quantized (`ignored_layers`, `modules_to_not_convert`, `ignore`) is not read:
 the tensors of each layer say it. Nor is whether scales of activations are static: the checkpoint
