@@ -125,6 +125,11 @@ class DraftChoice:
     def is_on(self) -> bool:
         return self._times is not None or self._fixed is not None
 
+    @property
+    def is_drafting(self) -> bool:
+        """Whether the last choice has a row draft, other than those with a prediction."""
+        return self._is_drafting
+
     def set_times(self, times: StepTimes, *, max_rows: int) -> None:
         """NOTE: where tokens depend on the windows, these do not depend on times and load."""
         if not self._caps.whole_windows:
@@ -137,11 +142,7 @@ class DraftChoice:
 
     def choose(self, table: RowTable, decodes: Column, running: Mapping[int, Sequence]) -> None:
         """Decides how many drafts these decodes may have in their next step."""
-        if self._hold > 0 and self._is_same(decodes):
-            is_look = self._looks and not (self._is_drafting or self._hold % LOOK_DISTANCE)
-            if not (is_look and self._repeats_more(running)):
-                return
-        if not self.is_on or not len(decodes):
+        if not self.is_on or not len(decodes) or self.holds(decodes, running):
             return
         self._note_skips(table)
         rows = decodes[self._is_own(table, decodes)]
@@ -163,6 +164,13 @@ class DraftChoice:
             if not self._is_drafting:
                 idle_hold = IDLE_HOLD << min(self._num_vain, MAX_VAIN)
                 self._hold = LOOKS_HOLD if self._looks else idle_hold
+
+    def holds(self, decodes: Column, running: Mapping[int, Sequence]) -> bool:
+        """Returns whether the last choice is good for the next step of these decodes, too."""
+        if self._hold <= 0 or not self._is_same(decodes):
+            return False
+        is_look = self._looks and not (self._is_drafting or self._hold % LOOK_DISTANCE)
+        return not (is_look and self._repeats_more(running))
 
     def _is_same(self, decodes: Column) -> bool:
         """Whether the last choice was about these rows."""

@@ -2,7 +2,8 @@
 
 Mostly nothing happens between two steps but tokens, and then most of a batch is as before. So it is
 not chosen and built anew by `select` and `launch`, which would do the same. A step repeats if
-nobody can be admitted, retracted or moved, every row decodes one token, and pages abound.
+nobody can be admitted, retracted or moved, every row decodes one token, none is to draft, and pages
+abound.
 Writes `SchedulerState.repeat`.
 """
 
@@ -31,7 +32,9 @@ def repeat_step(state: SchedulerState) -> bool:
     """
     if not _is_undisturbed(state):
         return False
-    table, rows = state.table, state.running_rows
+    table, rows, choice = state.table, state.running_rows, state.draft_choice
+    if choice.is_on and (choice.is_drafting or not choice.holds(rows, state.running)):
+        return False
     num_sampling = table.num_sampling[rows]
     num_known = len(rows) - int(np.count_nonzero(num_sampling))
     is_last = table.num_tokens[rows] + num_sampling >= table.max_len[rows]
@@ -50,7 +53,7 @@ def _is_undisturbed(state: SchedulerState) -> bool:
     """Returns whether the rows that run are all that there is."""
     if not state.running or state.masked or state.has_senders or state.is_recovering:
         return False
-    if state.draft_choice.is_on or len(state.slow_waiting):
+    if len(state.slow_waiting):
         return False
     return not state.waiting or (not state.rows.num_free and state.clients.num_active < 2)
 
@@ -63,7 +66,9 @@ def _find_repeat(state: SchedulerState) -> Repeat | None:
         return None
     if max_decode_rows(spec, state.rows.num_taken_of(0)) < num_rows:
         return None
-    if num_rows > spec.max_batched_tokens or (table.max_step_tokens[rows] != 1).any():
+    if num_rows > spec.max_batched_tokens:
+        return None
+    if (table.max_step_tokens[rows] - table.num_cut[rows] != 1).any():  # some may draft
         return None
     query_lens = np.ones(num_rows, np.int64)
     step = plan_step(table, rows, query_lens, iteration=0, caps=caps)
@@ -82,9 +87,8 @@ def _find_repeat(state: SchedulerState) -> Repeat | None:
 
 
 def _is_plain(caps: DecodeCaps) -> bool:
-    """Returns whether a decode computes its last token, and brings the next one."""
-    lens = (caps.root_len, caps.min_tokens_per_step, caps.max_tokens_per_step, caps.block_len)
-    return lens == (1, 1, 1, 1)
+    """Returns whether a decode without drafts computes its last token, and brings the next one."""
+    return (caps.root_len, caps.min_tokens_per_step, caps.block_len) == (1, 1, 1)
 
 
 def _may_repeat(state: SchedulerState, repeat: Repeat) -> bool:
@@ -95,6 +99,7 @@ def _may_repeat(state: SchedulerState, repeat: Repeat) -> bool:
     is_other = table.last_iteration[rows] != state.next_iteration - 1
     is_other |= table.remaining[rows] != 1
     is_other |= table.num_sampling[rows] >= state.spec.lead
+    is_other |= table.num_uncertain[rows] != 0  # a window in flight
     is_other |= table.written_pages[rows] == 0  # the device does not know the row any more
     if np.count_nonzero(is_other) or np.count_nonzero(table.is_blocked[rows]):
         return False
@@ -112,6 +117,8 @@ def _launch(state: SchedulerState, repeat: Repeat, *, is_known: bool) -> None:
     relax(state)
     iteration = state.next_iteration
     state.next_iteration += 1
+    step = state.steps[iteration] = msgspec.structs.replace(last, iteration=iteration)
+    stats = _stats(state)
     grown = table.sequences[rows[table.written_pages[rows] != table.num_pages[rows]]].tolist()
     batch = ScheduleBatch(
         iteration=iteration,
@@ -124,9 +131,9 @@ def _launch(state: SchedulerState, repeat: Repeat, *, is_known: bool) -> None:
         expects=bytes(len(last.packed_rows)) if is_known else pack_i32(table.relay_stamp[rows]),
         sample_rows=last.packed_rows,
         page_writes=tuple(page_writes(grown, group) for group in range(len(state.spec.groups))),
-        stats=_stats(state),
+        stats=stats,
+        skips_drafter=state.draft_choice.note_launch(table, step, stats),
     )
-    step = state.steps[iteration] = msgspec.structs.replace(last, iteration=iteration)
     send(table, step, stamp=stamp_of(iteration))
     state.effects.append(Launch((batch,)))
 

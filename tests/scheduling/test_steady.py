@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 
+import msgspec
 import numpy as np
 import pytest
 
 from aserve.bench.step_driver import result_of
 from aserve.errors import StepError
 from aserve.messages.changes import ChangeSettings
-from aserve.messages.executor import EngineSpec, SchedulerEffect, SchedulerEvent
+from aserve.messages.executor import DecodeCaps, EngineSpec, SchedulerEffect, SchedulerEvent
 from aserve.messages.output import Retired
 from aserve.messages.requests import Cancel
-from aserve.messages.results import StepFailed
+from aserve.messages.results import StepFailed, StepTimes
 from aserve.messages.step import Launch, ScheduleBatch
 from aserve.scheduling import scheduler as scheduler_module
 from aserve.scheduling.scheduler import Scheduler
@@ -23,19 +24,21 @@ from tests.scheduling.stage import Stage, request, result, rows, spec
 class Run:
     """Requests that come and end by chance, with a device that answers at once."""
 
-    def __init__(self, engine: EngineSpec) -> None:
+    def __init__(self, engine: EngineSpec, *, vocab_size: int = 100) -> None:
         self._scheduler = Scheduler(engine, debug_checks=True)
+        self._vocab_size = vocab_size
         self._numbers = np.random.default_rng(7)
         self._in_flight: deque[ScheduleBatch] = deque()
         self._num_requests = 0
         self.effects: list[list[SchedulerEffect]] = []
-        self.num_repeated = 0
+        self.num_repeated = self.num_windows = 0
 
-    def play(self, num_ticks: int, *, num_requests: int) -> Run:
-        events: list[SchedulerEvent] = [self._arrival() for _ in range(num_requests)]
+    def play(self, num_ticks: int, *, num_requests: int, times: StepTimes | None = None) -> Run:
+        events: list[SchedulerEvent] = [] if times is None else [times]
+        events += [self._arrival() for _ in range(num_requests)]
         for tick in range(num_ticks):
             if self._in_flight:
-                events.append(result_of(self._in_flight.popleft(), vocab_size=100))
+                events.append(result_of(self._in_flight.popleft(), vocab_size=self._vocab_size))
             effects = self._scheduler.step(events)
             events = [self._arrival() for each in effects if isinstance(each, Retired)]
             if tick % 29 == 28:
@@ -53,6 +56,7 @@ class Run:
                 known = state.repeat
                 step = state.steps[effect.batches[0].iteration]
                 self.num_repeated += known is not None and step.query_lens is known.step.query_lens
+                self.num_windows += effect.batches[0].verify is not None
 
     def _arrival(self) -> SchedulerEvent:
         self._num_requests += 1
@@ -75,6 +79,30 @@ def test_a_repeated_step_is_what_would_be_chosen_anew(
     assert chosen.num_repeated == 0
     is_pipeline = pace[1] < pace[0] and num_requests > 1
     assert (repeats.num_repeated > 5) == (not is_pipeline and num_requests < 5)
+
+
+DRAFTING_MODES = {
+    "model": DecodeCaps(max_tokens_per_step=3),
+    "n-grams": DecodeCaps(max_tokens_per_step=3, continues_repeats=True),
+}
+CHEAP_WINDOWS = StepTimes((1, 4), (900.0, 1000.0), {0: (930.0, 1030.0), 2: (990.0, 1090.0)}, {})
+
+
+@pytest.mark.parametrize("mode", DRAFTING_MODES)
+@pytest.mark.parametrize(("num_requests", "depth"), [(1, 2), (3, 2), (1, 1)])
+def test_steps_repeat_while_a_drafter_waits_and_not_while_it_drafts(
+    monkeypatch: pytest.MonkeyPatch, mode: str, num_requests: int, depth: int
+) -> None:
+    # No draft is accepted. Few different tokens are sampled, so that rows repeat themselves.
+    pages = spec(num_pages=200, depth=depth, lead=depth)
+    engine = msgspec.structs.replace(pages, decode=DRAFTING_MODES[mode])
+    repeats, chosen = Run(engine, vocab_size=9), Run(engine, vocab_size=9)
+    repeats.play(300, num_requests=num_requests, times=CHEAP_WINDOWS)
+    monkeypatch.setattr(scheduler_module, "repeat_step", lambda _state: False)
+    chosen.play(300, num_requests=num_requests, times=CHEAP_WINDOWS)
+    assert repeats.effects == chosen.effects
+    assert repeats.num_repeated > 60
+    assert repeats.num_windows > 8
 
 
 def test_a_row_that_the_device_has_forgotten_is_sent_to_it_again() -> None:
