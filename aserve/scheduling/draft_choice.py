@@ -167,16 +167,15 @@ class DraftChoice:
 
     def holds(self, decodes: Column, running: Mapping[int, Sequence]) -> bool:
         """Returns whether the last choice is good for the next step of these decodes, too."""
-        if self._hold <= 0 or not self._is_same(decodes):
-            return False
         is_look = self._looks and not (self._is_drafting or self._hold % LOOK_DISTANCE)
-        return not (is_look and self._repeats_more(running))
+        is_same = self._hold > 0 and self._is_same(decodes)
+        return is_same and not (is_look and self._repeats_more(running))
 
     def _is_same(self, decodes: Column) -> bool:
         """Whether the last choice was about these rows."""
-        if len(decodes) != self._num_decodes:
-            return False
-        return decodes.tobytes() == self._packed or bool(self._is_named[decodes].all())
+        return len(decodes) == self._num_decodes and (
+            decodes.tobytes() == self._packed or bool(self._is_named[decodes].all())
+        )
 
     def _repeats_more(self, running: Mapping[int, Sequence]) -> bool:
         """Returns whether a row has begun to repeat itself since no row was chosen to draft."""
