@@ -251,8 +251,11 @@ class SchedulerOptions:
         "characters and token ids of prompts that may wait to be tokenized; more are answered 429",
         Limits(low=1),
     )
-    overlap_depth: int = option(
-        2, "steps in flight at most; 1: no overlap", Limits(low=1, high=8, former="depth")
+    overlap_depth: int | None = option(
+        None,
+        "steps in flight at most; 1: no overlap; default: 2, and in a pipeline one for each stage, "
+        "or 1 if the stages share the cores of a machine",
+        Limits(low=1, high=8, former="depth"),
     )
     overlap_lead: int = option(
         2,
@@ -1116,11 +1119,11 @@ def _check_ranks(machine: MachineOptions, experts: ExpertOptions, *, dp_size: in
 
 def _overlap(values: Mapping[str, object], *, num_stages: int) -> SchedulerOptions:
     """WHY: --overlap-depth 1 alone turns overlap off, so a lead that was not given follows it. A
-    pipeline has a step in each stage, and a row in one of them."""
+    row of a pipeline is in one stage; how many steps it has is known where its ranks meet."""
     found = _build(SchedulerOptions, values)
-    depth, lead = found.overlap_depth, found.overlap_lead
+    depth, lead = found.overlap_depth or 2, found.overlap_lead
     if num_stages > 1:
-        depth = depth if "overlap_depth" in values else num_stages
+        depth = found.overlap_depth or num_stages
         lead = lead if "overlap_lead" in values else 1
         if lead > 1:
             raise ConfigError(
@@ -1134,7 +1137,8 @@ def _overlap(values: Mapping[str, object], *, num_stages: int) -> SchedulerOptio
                 "a sequence cannot have more steps in flight than there are"
             )
         lead = depth
-    return dataclasses.replace(found, overlap_depth=depth, overlap_lead=lead)
+    is_known = found.overlap_depth is not None or num_stages == 1
+    return dataclasses.replace(found, overlap_depth=depth if is_known else None, overlap_lead=lead)
 
 
 def _check_processes(server: ServerOptions) -> None:

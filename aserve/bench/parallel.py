@@ -1,6 +1,6 @@
 """`aserve bench parallel` compares engines of several processes with one process that has as many
-threads: tensor-parallel ranks and pipeline stages, each with one part of the threads. A pipeline
-runs with a step in flight for each stage, and with one for all.
+threads: tensor-parallel ranks, each with a part of the threads, and pipeline stages, once in turns
+with all threads, and once with a part of the threads and a step in flight for each stage.
 
 Each engine runs in a process of its own (speculate_engine.py). They take turns, every second time
 in the opposite order, so that a slow moment of the machine hits all of them. Only decoding is
@@ -32,8 +32,8 @@ from aserve.messages.step import Launch, ScheduleBatch
 TITLE = "several processes over one"
 NOTE = "The scheduler and the executor alone: no actors, no text, no HTTP; prefix cache off."
 ONE, TENSOR, PIPELINE = "one process", "tensor parallel", "pipeline"
-ONE_PART = "pipeline with one step in flight"  # all rows pass the stages together
-OTHERS = {TENSOR: "tp", PIPELINE: "pp", ONE_PART: "pp_one_part"}
+IN_PARTS = "pipeline with a step in each stage"
+OTHERS = {TENSOR: "tp", PIPELINE: "pp", IN_PARTS: "pp_in_parts"}
 NUM_SENDS = 500
 
 
@@ -56,16 +56,16 @@ def run(options: ParallelOptions, resolved: Resolved) -> BenchResult:
 
 
 def _divided(resolved: Resolved, name: str, num_ranks: int, *, max_rows: int) -> Resolved:
-    """Returns the settings of an engine; all have as many threads together."""
+    """Returns the settings of an engine. At any time, as many threads compute in all of them."""
     machine, scheduler = resolved.machine, resolved.scheduler
     num_threads = machine.threads or usable_cpus()
     scheduler = dataclasses.replace(scheduler, max_num_seqs=max_rows)
-    if name != ONE:
+    if name in (TENSOR, IN_PARTS):
         num_threads = max(1, num_threads // num_ranks)
     if name == TENSOR:
         machine = dataclasses.replace(machine, tensor_parallel_size=num_ranks)
-    if name in (PIPELINE, ONE_PART):
-        depth = num_ranks if name == PIPELINE else 1
+    if name in (PIPELINE, IN_PARTS):
+        depth = 1 if name == PIPELINE else num_ranks
         machine = dataclasses.replace(machine, pipeline_parallel_size=num_ranks)
         scheduler = dataclasses.replace(scheduler, overlap_depth=depth, overlap_lead=1)
     return dataclasses.replace(

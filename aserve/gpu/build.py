@@ -113,6 +113,7 @@ class BuildOptions:
     experts: ExpertRanks | None = None  # divides the experts whole; None: like other layers
     pipeline: Pipeline = UNDIVIDED
     num_processes: int = 1  # ranks that share this machine
+    num_at_once: int = 1  # of these that compute at the same time
     shares_memory: bool = True  # these ranks also share the device's memory
 
 
@@ -160,7 +161,7 @@ def build_on(
         options.threads
         or max(
             1,
-            min(form.max_threads or DEFAULT_THREADS, DEFAULT_THREADS) // options.num_processes,
+            min(form.max_threads or DEFAULT_THREADS, DEFAULT_THREADS) // options.num_at_once,
         )
     )
     is_dummy = options.load_format == "dummy"
@@ -538,7 +539,6 @@ def _plan_spec(
         vocab_size=parts.model.vocab_size,
         depth=options.depth,
         lead=options.lead,
-        min_part_rows=options.pipeline.min_part_rows(options.num_processes),
         max_waiting=options.max_waiting,
         prefix_cache=options.prefix_cache and not parts.pooled.whole_prompts,
         kv_tiers=options.kv_tiers,

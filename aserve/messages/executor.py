@@ -102,7 +102,6 @@ class EngineSpec(Record, frozen=True):
     vocab_size: int
     depth: int = 2
     lead: int = 2
-    min_part_rows: int = 1  # of a step of a pipeline, if others are in flight
     max_waiting: int = 512  # sequences
     prefix_cache: bool = True
     kv_tiers: TierPolicy = "off"

@@ -34,30 +34,18 @@ def rows_by_rank(state: SchedulerState, rows: Column) -> Iterator[Column]:
 
 
 def next_decodes(state: SchedulerState, ready: Column) -> list[Column]:
-    """Returns the decodes of each rank that the next step may have, of those that are ready.
-
-    Where one step is to have all rows of a pipeline, it waits until the decodes in flight have
-    landed; else rows that once were in two steps would never be in one again.
-    """
-    spec, chosen = state.spec, []
-    for rank, own in enumerate(rows_by_rank(state, ready)):
-        most = max_decode_rows(spec, state.rows.num_taken_of(rank))
-        if spec.lead < spec.depth and most < spec.min_part_rows:
-            most = 0 if any(_has_decodes(step, spec) for step in state.steps.values()) else len(own)
-        chosen.append(own[:most])
-    return chosen
+    """Returns the decodes of each rank that the next step may have, of those that are ready."""
+    return [
+        own[: max_decode_rows(state.spec, state.rows.num_taken_of(rank))]
+        for rank, own in enumerate(rows_by_rank(state, ready))
+    ]
 
 
 def max_decode_rows(spec: EngineSpec, num_running: int) -> int:
     """Returns the maximum number of decode rows in one step. With lead < depth (a pipeline) the
-    rows are spread over the steps in flight, if that gives each `min_part_rows` or more.
+    rows are spread over the steps in flight.
     """
     return -(-num_running * spec.lead // spec.depth)
-
-
-def _has_decodes(step: Step, spec: EngineSpec) -> bool:
-    is_decode = step.samples & (step.query_lens == spec.decode.root_len + step.num_drafts)
-    return bool(is_decode.any())
 
 
 def sequences_by_rank(state: SchedulerState, rows: list[Sequence]) -> list[list[Sequence]]:

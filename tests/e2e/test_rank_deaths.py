@@ -29,7 +29,7 @@ NUM_STREAMS = 32
 NUM_RANKS = 2
 LAYOUTS = {
     "tensor": ("-tp", "2"),
-    "pipeline": ("-pp", "2"),
+    "pipeline": ("-pp", "2", "--overlap-depth", "2"),
     "data": ("--enable-dp-attention", "--data-parallel-size", "2"),
     "expert": ("-ep", "2"),
 }

@@ -205,7 +205,8 @@ def test_any_layout_gives_the_tokens_of_one_rank_with_drafts_grammars_and_retrac
     if PAIRED[drafter]:
         options["speculative_draft_model_path"] = str(DRAFTERS_DIR / PAIRED[drafter])
     if "pipeline_parallel_size" in divided:
-        del options["overlap_depth"], options["overlap_lead"]
+        options["overlap_depth"] = divided["pipeline_parallel_size"]
+        del options["overlap_lead"]
     first, *others = requests_of(rng)
     params = msgspec.structs.replace(first.sampling, grammar=TOY, max_tokens=24)
     asked = [msgspec.structs.replace(first, sampling=params), *others]

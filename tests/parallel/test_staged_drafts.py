@@ -34,7 +34,7 @@ from tests.parallel.test_ranks import (
     resolved_of,
 )
 
-TWO: dict[str, Any] = {"pipeline_parallel_size": 2}
+TWO: dict[str, Any] = {"pipeline_parallel_size": 2, "overlap_depth": 2}
 
 
 def staged(store: Path, **options: Any) -> Served:

@@ -113,7 +113,6 @@ def specs(draw: st.DrawFn) -> EngineSpec:
         vocab_size=VOCAB,
         depth=depth,
         lead=lead,
-        min_part_rows=draw(st.sampled_from([1, 1, 2, 3])),
         max_waiting=draw(st.sampled_from([2, 64])),
         prefix_cache=draw(st.booleans()),
         decode=DecodeCaps(

@@ -24,7 +24,6 @@ def spec(
     *,
     depth: int = 2,
     lead: int = 2,
-    min_part_rows: int = 1,
     num_pages: int = 33,
     page_size: int = 4,
     max_rows: int = 4,
@@ -40,7 +39,6 @@ def spec(
         vocab_size=100,
         depth=depth,
         lead=lead,
-        min_part_rows=min_part_rows,
         max_waiting=4,
         decode=DecodeCaps(max_tokens_per_step=window),
     )

@@ -77,24 +77,3 @@ def test_lead_smaller_than_depth_spreads_rows_over_the_steps_in_flight() -> None
     stage.play(*[request(name, [1, 2]) for name in "abc"])
     stage.play(result(1, {1: [4], 2: [4], 3: [4]}))
     assert [rows(batch) for batch in stage.batches] == [[1], [2], [3]]
-
-
-def test_few_rows_of_a_pipeline_are_in_one_step() -> None:
-    """A prefill does not wait for them, and joins them once both have landed."""
-    stage = Stage(spec(depth=2, lead=1, max_batched_tokens=64, min_part_rows=3))
-    stage.play(*[request(name, [1, 2]) for name in "abc"])
-    stage.play(result(1, {1: [4], 2: [4], 3: [4]}))
-    assert [rows(batch) for batch in stage.batches] == [[1, 2, 3]]
-    stage.play(request("d", [1, 2]))
-    assert [rows(batch) for batch in stage.batches] == [[4]]
-    stage.play(result(3, {4: [4]}))
-    assert not stage.batches  # the decodes in flight have not landed
-    stage.play(result(2, {1: [4], 2: [4], 3: [4]}))
-    assert [sorted(rows(batch)) for batch in stage.batches] == [[1, 2, 3, 4]]
-
-
-def test_many_rows_of_a_pipeline_are_in_as_many_steps_as_may_be_in_flight() -> None:
-    stage = Stage(spec(depth=2, lead=1, max_batched_tokens=64, min_part_rows=2))
-    stage.play(*[request(name, [1, 2]) for name in "abcd"])
-    stage.play(result(1, {1: [4], 2: [4], 3: [4], 4: [4]}))
-    assert [rows(batch) for batch in stage.batches] == [[1, 2], [3, 4]]

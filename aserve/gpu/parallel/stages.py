@@ -41,7 +41,6 @@ from aserve.messages.executor import EngineSpec
 
 WITHOUT_MODEL = "NGRAM"  # the drafter that reads token ids alone
 UNKNOWN = -1  # a length that only the last stage knows
-PART_ROWS = 16  # of a step, from which products take longer than reading the weights
 FAR = 1 << 31  # more drafts than any drafter has
 
 
@@ -183,16 +182,6 @@ class Pipeline:
     stage: Stage = ONE_STAGE
     pipe: Pipe | None = None
     world: Collectives = ALONE
-
-    def min_part_rows(self, num_on_machine: int) -> int:
-        """Returns the decode rows from which two steps in flight are faster than one. Stages on one
-        machine share its memory, and every step reads all weights.
-
-        PERF: `aserve bench parallel`, Qwen3-0.6B in bfloat16, two stages over one process: 0.67 in
-        two steps and 0.94 in one with 8 rows, 1.09 and 0.98 with 32.
-        """
-        is_shared = 1 < self.world.num_ranks == num_on_machine
-        return PART_ROWS if is_shared and self.stage.count > 1 else 1
 
     def target(self, target: Target, *, beside: Mapping[str, object]) -> Target:
         """Returns the target that the stage's part is built for. `beside` has the values of options
