@@ -19,6 +19,7 @@ from openai import AsyncOpenAI
 
 REPOSITORY = Path(__file__).parents[2]
 START_S = 60.0  # far more than it takes, for a machine that does something else, too
+PIPE_BYTES = 1 << 20  # a server waits where nobody reads so much of its output
 
 
 def command(*arguments: str) -> list[str]:
@@ -62,6 +63,7 @@ class ServerProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            pipesize=PIPE_BYTES,
         )
         self.lines: list[str] = []
         for line in self._output:
