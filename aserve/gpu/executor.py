@@ -87,6 +87,7 @@ class ExecutorParts:
     live_loader: LiveLoader
     needs_host_lens: bool = False  # attention plans on the host, from exact lengths
     joint: JointForward | None = None  # of data-parallel ranks
+    note_launch: Callable[[ScheduleBatch], None] | None = None  # before the step has its turn
 
 
 class TorchExecutor:
@@ -100,6 +101,7 @@ class TorchExecutor:
         self._graphs = parts.graphs
         self._is_debug = parts.is_debug
         self._joint = parts.joint
+        self._note_launch = parts.note_launch
         self._slice_len = slice_len_of(parts.device, vocab_size=parts.spec.vocab_size)
         self._row_params = RowParams(parts.spec.max_rows)
         self._published = PublishedLens() if parts.needs_host_lens else None
@@ -133,6 +135,8 @@ class TorchExecutor:
         joint = self._joint
         if joint is None:
             [batch] = batches  # this executor is one rank
+            if self._note_launch is not None:
+                self._note_launch(batch)
             return self._threads.launch(batch.iteration, functools.partial(self._step, batch))
         batch = batches[joint.rank]
         counts = tuple(num_values(each.input_ids) for each in batches)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ import pytest
 import torch
 
 from aserve.errors import ConfigError
+from aserve.gpu.decode.base import StepRunner
 from aserve.gpu.kv.layer_groups import LayerSpec
 from aserve.gpu.models.stages import StageLayers
+from aserve.gpu.parallel.early_drafts import EarlyDrafts
 from aserve.gpu.parallel.pipe import Pipe
 from aserve.gpu.parallel.staged_drafts import DraftSender, ReceivedDrafts, refuse_trees
-from aserve.gpu.parallel.stages import refuse_kv_elsewhere
+from aserve.gpu.parallel.stages import StagedDecoder, refuse_kv_elsewhere
+from aserve.gpu.spec.base import DraftRows, Drafts
 from aserve.gpu.spec.registry import ALGORITHMS
 from aserve.gpu.spec.request import SpecOptions
 from aserve.messages.changes import LoadLora
@@ -34,6 +38,7 @@ from tests.parallel.test_ranks import (
     resolved_of,
 )
 
+MANY = 2000  # more steps than any of these tests takes
 TWO: dict[str, Any] = {"pipeline_parallel_size": 2, "overlap_depth": 2}
 
 
@@ -69,6 +74,69 @@ def test_drafts_are_accepted_as_on_one_device(tmp_path: Path) -> None:
     two = serve(joined(resolved_of(**settings, **{**TWO, **alike}), tmp_path / "store"), asks())
     assert two.outputs == one.outputs
     assert len(two.batches) == len(one.batches)
+
+
+def test_the_first_stage_begins_a_step_while_the_last_one_verifies_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last stage waits with its layers until the first one has begun a step for which it has
+    drafted."""
+    begun = {number: threading.Event() for number in range(MANY)}
+    overlapping: list[int] = []
+    make, forward = EarlyDrafts.make, StagedDecoder.forward
+
+    def forward_after_note(model: StagedDecoder, *arguments: Any, **named: Any) -> torch.Tensor:
+        if model.is_first:
+            begun[model.iteration].set()
+        return forward(model, *arguments, **named)
+
+    def make_and_wait(early: EarlyDrafts, runner: StepRunner) -> None:
+        make(early, runner)
+        for number in early.made:
+            if number not in overlapping and begun[number].wait(5.0):
+                overlapping.append(number)
+
+    monkeypatch.setattr(EarlyDrafts, "make", make_and_wait)
+    monkeypatch.setattr(StagedDecoder, "forward", forward_after_note)
+    two = staged(tmp_path / "store", speculative_algorithm="STANDALONE")
+    assert two.outputs == plain().outputs
+    assert len(overlapping) > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["EAGLE3", "STANDALONE"])
+def test_early_drafts_are_those_of_the_turn_of_their_step(
+    drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = DraftSender.draft
+    found: list[dict[int, list[list[int]]]] = []
+    num_early = 0
+
+    def noted(sender: DraftSender, runner: StepRunner, rows: DraftRows) -> Drafts:
+        drafts = draft(sender, runner, rows)
+        is_real = torch.arange(drafts.tokens.shape[1]) < rows.counts[:, None]
+        found[-1][rows.iteration] = torch.where(is_real, drafts.tokens, -1).tolist()
+        return drafts
+
+    def make(early: EarlyDrafts, runner: StepRunner) -> None:
+        nonlocal num_early
+        before = len(early.made)
+        make_early(early, runner)
+        num_early += len(early.made) - before
+
+    make_early = EarlyDrafts.make
+    monkeypatch.setattr(DraftSender, "draft", noted)
+    for number, each in enumerate((make, lambda *_: None)):
+        found.append({})
+        monkeypatch.setattr(EarlyDrafts, "make", each)
+        options = {**TWO, **CROWDED, "speculative_algorithm": drafter}
+        options |= {"num_pages": 240, "page_size": 1}  # each step brings new pages
+        executor = joined(resolved_of(**options), tmp_path / f"store{number}")
+        served = serve(executor, asks(), launches_ahead=True)
+        assert served.outputs == plain().outputs
+    early, in_turn = found
+    assert early == in_turn
+    assert num_early > 5
 
 
 @pytest.mark.slow

@@ -5,8 +5,8 @@
              sends the drafts             --->  embeds them, and begins the forward
              verifies, extends
 
-The stages in between read no ids. A row is in one step at a time, so its drafts are ready when its
-step begins, but the first stage waits until the last one has finished the step before.
+The stages in between read no ids. A row is in one step at a time, so the last stage can draft for
+it as soon as its step is launched, while it still verifies the step before (early_drafts.py).
 
 A step that has failed, or that was refused because one before it has, makes no drafts. The first
 stage must not await them: with the next step that it runs, the last one tells that it has gone on.
@@ -64,7 +64,7 @@ class DraftSender:
         """Call it when a step has its drafts, or has none."""
         if iteration > self._next:
             self._pipe.send(iteration, NOTHING)
-        self._next = iteration + 1
+        self._next = max(self._next, iteration + 1)
 
 
 class ReceivedDrafts:

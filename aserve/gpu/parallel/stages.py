@@ -7,11 +7,13 @@ same bits as one device does. Only the last stage samples. No row is in two step
 
 A drafter that reads token ids alone is on every stage. Any other one is on the last stage: it reads
 the hidden states there, and those of earlier layers travel with the residual stream. Its drafts
-travel to the first stage, which embeds them (staged_drafts.py).
+travel to the first stage, which embeds them (staged_drafts.py). They are made before the turn of
+their step, while the last stage runs another one (early_drafts.py).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,6 +29,7 @@ from aserve.gpu.models.base import Attend, CausalModel, HiddenCapture
 from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.models.stages import StageLayers, stage_layers
 from aserve.gpu.parallel.collectives import ALONE, Collectives
+from aserve.gpu.parallel.early_drafts import EarlyDrafts
 from aserve.gpu.parallel.pipe import Pipe
 from aserve.gpu.parallel.staged_drafts import DraftSender, received_drafts, refuse_trees
 from aserve.gpu.spec.request import DraftRequest, LoadedDrafter
@@ -38,6 +41,7 @@ from aserve.gpu.step.results import Packed, pack_nothing
 from aserve.gpu.transfer.staging import DeviceArrays
 from aserve.gpu.weights.source import ONE_STAGE, Stage, Target, wide_dtype
 from aserve.messages.executor import EngineSpec
+from aserve.messages.step import ScheduleBatch
 
 WITHOUT_MODEL = "NGRAM"  # the drafter that reads token ids alone
 UNKNOWN = -1  # a length that only the last stage knows
@@ -64,6 +68,7 @@ class StagedDecoder:
         self.first_norm = decoder.first_norm if own.is_first else _norm_before(decoder, own.first)
         self.pipe = pipe
         self.sender: DraftSender | None = None  # of the last stage's drafts
+        self.draft_early: Callable[[], None] = _do_nothing
         self._streams: list[Tensor] = []  # captured in this step, [tokens, hidden] each
 
     def forward(
@@ -106,8 +111,10 @@ class StagedDecoder:
         num_streams = 1 + sum(index < self.own.first for index in wanted)
         shape = (num_streams, num_tokens, self.hidden_size)
         streams = torch.empty(shape, dtype=wide_dtype(self.dtype))
+        self.draft_early()
         if not self.pipe.receive(self.iteration, streams):
             raise BugError(f"the stage before has left out step {self.iteration}")
+        self.draft_early()
         self._streams = list(streams[1:].to(self.dtype))
         return streams[0]
 
@@ -128,6 +135,10 @@ class StagedDecoder:
         return self.decoder.logits(hidden)
 
 
+def _do_nothing() -> None:
+    """What a stage without a drafter drafts."""
+
+
 def _norm_before(decoder: Decoder, first: int) -> Norm:
     """The norm before the layer `first`, which the layer before it owns."""
     found = decoder.blocks[first - 1].before_next
@@ -139,7 +150,8 @@ class StagedMode:
     """The decode mode of a stage. The last stage samples by the engine's mode, and the others find
     the same drafts by it."""
 
-    def __init__(self, mode: DecodeMode, model: StagedDecoder) -> None:
+    def __init__(self, mode: DecodeMode, model: StagedDecoder, ranks: Collectives) -> None:
+        """ranks: those of this stage."""
         self.caps = mode.caps
         self.can_fuse = False
         self.fields = mode.fields
@@ -150,15 +162,26 @@ class StagedMode:
         self._model = model
         self._samples = model.is_last
         self._sender = model.sender
+        self._early: EarlyDrafts | None = None
+        if self._sender is not None:
+            self._early = EarlyDrafts(mode, ranks, vocab_size=model.vocab_size)
+
+    def note_launch(self, batch: ScheduleBatch) -> None:
+        """The step will have its turn. It is called on the event loop's thread."""
+        if self._early is not None:
+            self._early.note(batch)
 
     def draft(self, runner: StepRunner, plan: StepPlan, arrays: DeviceArrays) -> None:
-        self._mode.draft(runner, plan, arrays)
+        (self._early or self._mode).draft(runner, plan, arrays)
         if self._sender is not None:
             self._sender.pass_step(plan.iteration)
 
     def step(self, runner: StepRunner, step: DeviceStep, publish: OnPublish) -> Packed:
         self._model.iteration = step.plan.iteration
         self._model.captures = not step.plan.batch.skips_drafter
+        if self._early is not None:
+            self._early.await_launch()
+            self._model.draft_early = functools.partial(self._early.make, runner)
         if self._samples:
             return self._mode.step(runner, step, publish)
         runner.forward(step.batch)
@@ -245,10 +268,11 @@ class Pipeline:
             )
         return staged
 
-    def mode_of(self, mode: DecodeMode, model: CausalModel) -> DecodeMode:
+    def mode_of(self, mode: DecodeMode, model: CausalModel, ranks: Collectives) -> DecodeMode:
+        """ranks: those of this stage."""
         if not isinstance(model, StagedDecoder):
             return mode
-        return StagedMode(mode, model)
+        return StagedMode(mode, model, ranks)
 
     def agreed(self, spec: EngineSpec) -> EngineSpec:
         """Returns the spec with the fewest pages and the shortest context of all stages."""
@@ -261,6 +285,11 @@ class Pipeline:
 
 
 UNDIVIDED = Pipeline()
+
+
+def launch_notes(mode: DecodeMode) -> Callable[[ScheduleBatch], None] | None:
+    """Returns what a pipeline's stage is to be told of each launch."""
+    return mode.note_launch if isinstance(mode, StagedMode) else None
 
 
 def groups_of(model: CausalModel) -> tuple[LayerGroup, ...]:
