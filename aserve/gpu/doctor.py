@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from aserve.config import cache_home
+from aserve.gpu.attention.flashinfer.wrappers import is_slow
 from aserve.gpu.device.cpu.kernels import count_kernels
 from aserve.gpu.device.cpu.weights import read_isa
 from aserve.gpu.links import Links, describe_links, examine_links, link_advice
@@ -132,8 +133,14 @@ def advice(found: Findings) -> Iterator[str]:
             "This machine has a CUDA driver, but torch cannot use it: torch is built "
             f"{built}. Install a torch build that fits the driver."
         )
-    if found.cuda_devices and found.versions["flashinfer-python"] is None:
+    flashinfer = found.versions["flashinfer-python"]
+    if found.cuda_devices and flashinfer is None:
         yield "FlashInfer is not installed. Its attention is faster on a GPU."
+    elif found.cuda_devices and flashinfer is not None and is_slow(flashinfer):
+        yield (
+            f"FlashInfer {flashinfer} plans attention in Python loops over the rows of a step. "
+            "Install flashinfer-python 0.7 or later."
+        )
     if found.versions["numba"] is None:
         yield "numba is not installed, so the CPU runs without compiled kernels. Install numba."
     elif found.kernel_cache is None or cache_home() not in found.kernel_cache.parents:

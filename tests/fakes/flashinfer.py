@@ -80,6 +80,44 @@ class Planner:
         return [0, len(starts)]
 
 
+class FakeJit:
+    """flashinfer.jit, and its core. A module is compiled before it is loaded, and loaded once."""
+
+    def __init__(self) -> None:
+        self.builds: list[list[str]] = []  # the modules of each build, in order
+        self.loaded: list[str] = []
+        self.JitSpec: Any = type("JitSpec", (FakeModule,), {"jit": self})
+
+    @property
+    def core(self) -> Any:
+        return self
+
+    def build_jit_specs(self, specs: list[Any]) -> None:
+        self.builds.append([spec.name for spec in specs])
+
+    def load(self, name: str) -> None:
+        if name not in self.loaded:
+            self.JitSpec(name).build_and_load()
+
+
+class FakeModule:
+    """A JitSpec."""
+
+    jit: FakeJit
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @property
+    def is_compiled(self) -> bool:
+        return any(self.name in build for build in self.jit.builds)
+
+    def build_and_load(self) -> None:
+        if not self.is_compiled:
+            self.jit.build_jit_specs([self])
+        self.jit.loaded.append(self.name)
+
+
 @dataclass
 class FakeWrapper:
     """What both kinds have. `plans` is shared by all wrappers of a package."""
@@ -89,6 +127,7 @@ class FakeWrapper:
     plans: list[Recorded]
     pinned_memory: Callable[[int], Tensor]
     planner: Planner
+    jit: FakeJit
     static: Static | None = None
     planned: Recorded | None = None
     backend: str = "auto"
@@ -271,6 +310,8 @@ class FakePrefill(FakeWrapper):
         window_left: int = -1,
         logits_soft_cap: float | None = None,
     ) -> None:
+        kernels = "fa3" if self.backend == "auto" else self.backend
+        self.jit.load(f"prefill {kernels}{' window' * (window_left >= 0)}")
         if self.static is None:
             self._custom_mask_buf = self._mask_indptr_buf = None
         if self.static is not None:
@@ -314,6 +355,8 @@ class FakeDecode(FakeWrapper):
         logits_soft_cap: float | None = None,
         seq_lens: Tensor | None = None,
     ) -> None:
+        kernels = "prefill fa2" if self.use_tensor_cores else "decode"
+        self.jit.load(f"{kernels}{' window' * (window_left >= 0)}")
         self.keep(
             Recorded(
                 None, indptr, indices, last_page_len,
@@ -361,6 +404,7 @@ class FakeMla:
     workspace: Tensor
     plans: list[Recorded]
     planner: LatentPlanner
+    jit: FakeJit
     pages: Tensor | None = None  # the buffer of a captured forward
     planned: Recorded | None = None
     _cached_module: LatentPlanner = field(init=False)  # once it has planned
@@ -387,6 +431,7 @@ class FakeMla:
         q_data_type: torch.dtype,
         kv_data_type: torch.dtype,
     ) -> None:
+        self.jit.load("mla")
         for array in (qo_indptr, kv_indptr, kv_len_arr):
             assert (array.dtype, array.device.type) == (torch.int32, "cpu")
         assert len(kv_indptr) == len(qo_indptr) == len(kv_len_arr) + 1
@@ -444,6 +489,7 @@ class FakeFlashInfer:
     pinned_memory: Callable[[int], Tensor] = plain_memory
     planners: tuple[Planner, Planner] = field(default_factory=lambda: (Planner(4), Planner(3)))
     latent_planner: LatentPlanner = field(default_factory=lambda: LatentPlanner(4))
+    jit: FakeJit = field(default_factory=FakeJit)
     __version__: str = "0.6.3"
 
     @property
@@ -466,7 +512,9 @@ class FakeFlashInfer:
     ) -> FakeMla:
         buffers = (qo_indptr, kv_indptr, kv_indices, kv_len_arr)
         assert all((buffer is not None) == use_cuda_graph for buffer in buffers)
-        return FakeMla(float_workspace_buffer, self.plans, self.latent_planner, kv_indices)
+        return FakeMla(
+            float_workspace_buffer, self.plans, self.latent_planner, self.jit, kv_indices
+        )
 
     def BatchPrefillWithPagedKVCacheWrapper(
         self,
@@ -489,12 +537,15 @@ class FakeFlashInfer:
         return made
 
     def merge_state_in_place(self, v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor) -> None:
+        self.jit.load("cascade")
         own, other = torch.stack((s, s_other)).softmax(dim=0)[..., None]
         v.copy_(v * own + v_other * other)
         s.copy_(torch.logaddexp(s, s_other))
 
     def _prefill(self, workspace: Tensor, layout: str) -> FakePrefill:
-        return FakePrefill(workspace, layout, self.plans, self.pinned_memory, self.planners[0])
+        return FakePrefill(
+            workspace, layout, self.plans, self.pinned_memory, self.planners[0], self.jit
+        )
 
     def BatchDecodeWithPagedKVCacheWrapper(
         self,
@@ -509,7 +560,7 @@ class FakeFlashInfer:
     ) -> FakeDecode:
         planner = self.planners[0 if use_tensor_cores else 1]
         made = FakeDecode(
-            float_workspace_buffer, kv_layout, self.plans, self.pinned_memory, planner
+            float_workspace_buffer, kv_layout, self.plans, self.pinned_memory, planner, self.jit
         )
         made.backend = backend
         made.use_tensor_cores = use_tensor_cores

@@ -67,6 +67,13 @@ def without(package: str) -> dict[str, str | None]:
             {"cuda_devices": (GPU,), "versions": without("flashinfer-python")},
             "FlashInfer is not installed",
         ),
+        (
+            {
+                "cuda_devices": (GPU,),
+                "versions": GOOD.versions | {"flashinfer-python": "0.6.18.post1"},
+            },
+            "Install flashinfer-python 0.7",
+        ),
         ({"shared_bytes": 64 << 20}, "Only 64 MiB of shared memory"),
         ({"links": replace(LINKS, shared_rate=0.2)}, "shared memory run at 0.2 GiB/s"),
         ({"links": replace(LINKS, loopback_rate=0.1)}, "loopback interface carries 0.1 GiB/s"),

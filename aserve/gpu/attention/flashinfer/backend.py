@@ -39,15 +39,14 @@
 # replay does (`StaticPlans.is_better_eager`).
 #
 # Kernels are compiled when a process first uses them, which may take minutes. `compile_kernels`
-# runs one small forward of each sort at start-up, so that failures show before the backend is
-# chosen, and no request waits for a compiler.
+# compiles all of them in one parallel build at start-up (kernel_modules.py) and then runs one small
+# forward of each sort, so that failures show before the backend is chosen, and no request waits for
+# a compiler.
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-import logging
-import subprocess
 from collections.abc import Mapping
 from typing import TypeAlias, cast
 
@@ -64,6 +63,7 @@ from aserve.gpu.attention.base import (
     own_plan,
 )
 from aserve.gpu.attention.flashinfer.cascade import GROUP, NO_CASCADE, CascadePlan, Cascades
+from aserve.gpu.attention.flashinfer.kernel_modules import BUILD_ERRORS, compile_modules
 from aserve.gpu.attention.flashinfer.latent_wrapper import HEAD_DIM, check_latents, latent_pages
 from aserve.gpu.attention.flashinfer.page_indices import KERNELS, CsrOps, PageIndices
 from aserve.gpu.attention.flashinfer.plan import FlashPlan, write_arrays
@@ -91,14 +91,6 @@ from aserve.gpu.step.forward_batch import (
     ForwardOverrides,
 )
 from aserve.messages.base import ArrayI32
-
-logger = logging.getLogger(__name__)
-
-# A failing compiler or linker, or a release of the package whose arguments have other names.
-BUILD_ERRORS = (
-    *(RuntimeError, OSError, ValueError, subprocess.SubprocessError),
-    *(ImportError, AttributeError, TypeError, AssertionError),
-)
 
 WrapperKey: TypeAlias = tuple[LayerKind, Queries]
 Slots: TypeAlias = PlanSlots[WrapperKey, Wrapper]
@@ -211,9 +203,10 @@ class FlashInfer:
         return attend
 
     def compile_kernels(self) -> None:
-        """Compiles all kernels, which may take minutes, by running them on the padding row: for one
+        """Compiles all kernels, which may take minutes, and runs them on the padding row: for one
         layer of each kind a prefill that fills Hopper tiles, one that does not, a decode, a decode
         with cascade attention, and where there are draft trees a tree."""
+        compile_modules(self._wrappers, self._site, self._kinds)
         where = self._site.pools.device
         longest = self._site.pools.page_tables[0].shape[1] * self._site.pools.page_size
         layer_of_kind = {self._kind_of[layer.index]: layer for layer in self._site.layers}
@@ -222,12 +215,7 @@ class FlashInfer:
         samples += [(1, 0, NO_OVERRIDES), (1, 1, NO_OVERRIDES)]
         if self._site.has_tree_masks:
             samples.append((2, 0, chain))
-        for number, (query_len, num_shared, overrides) in enumerate(samples):
-            logger.info(
-                "compiling FlashInfer's kernels, %d of %d; this takes minutes where "
-                "flashinfer-jit-cache is not installed and no earlier start has compiled them",
-                *(number + 1, len(samples)),
-            )
+        for query_len, num_shared, overrides in samples:
             padding = _padding(query_len, where, kv_len=num_shared * self._site.pools.page_size)
             padding = dataclasses.replace(padding, shared_pages=num_shared)
             batch = ForwardBatch.init_new(padding, self._site.pools, overrides)

@@ -6,6 +6,7 @@ used. Source: https://docs.flashinfer.ai, as of 0.6.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,11 @@ from aserve.gpu.kv.layer_groups import LayerSpec, Mask
 from aserve.messages.base import ArrayI32
 from aserve_kernels.packed_mask import PackedMask
 
+logger = logging.getLogger(__name__)
+
 MIN_VERSION = (0, 6)
+# Earlier releases plan in Python loops: the maximum of 256 lengths alone takes them 0.45 ms.
+FAST_VERSION = (0, 7)
 LAYOUT = "NHD"  # [pages, page_size, kv_heads, head_dim], as our pools are
 # Workspace for partial results of rows that are split among thread blocks. A prefill takes query
 # heads per KV head * concurrent thread blocks (two on each of 132 multiprocessors) * tile of 128
@@ -106,6 +111,37 @@ class LevelWrapper(Protocol):
     def run(self) -> Callable[..., tuple[Tensor, Tensor]]: ...
 
 
+class KernelModule(Protocol):
+    """A JitSpec: a module that is compiled, or still to be."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def is_compiled(self) -> bool: ...
+
+
+class ModuleClass(Protocol):
+    """The class of all modules. Plans call its method for the module that they need."""
+
+    build_and_load: Callable[..., object]
+
+
+class JitCore(Protocol):
+    """flashinfer.jit.core"""
+
+    @property
+    def JitSpec(self) -> ModuleClass: ...
+
+    @property
+    def build_jit_specs(self) -> Callable[[list[KernelModule]], None]: ...
+
+
+class Jit(Protocol):
+    @property
+    def core(self) -> JitCore: ...
+
+
 class FlashInferPackage(Protocol):
     """The part of the package that is used."""
 
@@ -117,6 +153,9 @@ class FlashInferPackage(Protocol):
 
     @property
     def mla(self) -> MlaModule: ...
+
+    @property
+    def jit(self) -> Jit: ...
 
     @property
     def merge_state_in_place(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]: ...
@@ -168,10 +207,10 @@ class Wrappers:
     integer workspace per layer kind, which is safe because plans and replays run in one order on
     one stream."""
 
-    __slots__ = ("_float_workspace", "_int_workspaces", "_package", "_site")
+    __slots__ = ("_float_workspace", "_int_workspaces", "_site", "package")
 
     def __init__(self, package: FlashInferPackage, site: AttentionSite) -> None:
-        self._package = package
+        self.package = package
         self._site = site
         num_rows = site.pools.page_tables[0].shape[0]
         self._float_workspace = self._bytes(
@@ -184,7 +223,7 @@ class Wrappers:
             return self._latents()
         if queries is not Queries.DECODE:
             return self._prefill("auto" if queries is Queries.FULL_TILES else EVERY_GPU)
-        return self._package.BatchDecodeWithPagedKVCacheWrapper(
+        return self.package.BatchDecodeWithPagedKVCacheWrapper(
             self._float_workspace,
             LAYOUT,
             use_tensor_cores=self._takes_tensor_cores(kind),
@@ -192,11 +231,11 @@ class Wrappers:
         )
 
     def _latents(self, **buffers: object) -> LatentWrapper:
-        inner = self._package.mla.BatchMLAPagedAttentionWrapper(self._float_workspace, **buffers)
+        inner = self.package.mla.BatchMLAPagedAttentionWrapper(self._float_workspace, **buffers)
         return LatentWrapper(inner, self._site.device.host_buffer)
 
     def _prefill(self, backend: str) -> Wrapper:
-        return self._package.BatchPrefillWithPagedKVCacheWrapper(
+        return self.package.BatchPrefillWithPagedKVCacheWrapper(
             self._float_workspace, LAYOUT, backend=backend
         )
 
@@ -217,7 +256,7 @@ class Wrappers:
                 kv_len_arr=torch.empty_like(csr.last_page_lens),  # written by `plan`, never read
             )
         elif is_decode:
-            wrapper = self._package.BatchDecodeWithPagedKVCacheWrapper(
+            wrapper = self.package.BatchDecodeWithPagedKVCacheWrapper(
                 self._float_workspace,
                 LAYOUT,
                 use_cuda_graph=True,
@@ -228,7 +267,7 @@ class Wrappers:
                 paged_kv_last_page_len_buffer=csr.last_page_lens,
             )
         else:
-            wrapper = self._package.BatchPrefillWithPagedKVCacheWrapper(
+            wrapper = self.package.BatchPrefillWithPagedKVCacheWrapper(
                 self._float_workspace,
                 LAYOUT,
                 use_cuda_graph=True,
@@ -284,7 +323,7 @@ class Wrappers:
         """WHY: the package's own cascade wrapper would choose Hopper kernels for each level."""
         levels = [self._prefill(EVERY_GPU) for _ in range(num_levels)]
         return CascadeWrapper(
-            tuple(cast(LevelWrapper, level) for level in levels), self._package.merge_state_in_place
+            tuple(cast(LevelWrapper, level) for level in levels), self.package.merge_state_in_place
         )
 
     def plan_cascade(
@@ -323,7 +362,24 @@ class Wrappers:
 
 
 def check_version(package: FlashInferPackage) -> None:
-    version = tuple(int(part) for part in re.findall(r"\d+", package.__version__)[:2])
-    if version < MIN_VERSION:
-        minimum = ".".join(map(str, MIN_VERSION))
-        raise AttentionUnavailable(f"has version {package.__version__}, but needs {minimum}")
+    version = package.__version__
+    if is_before(version, MIN_VERSION):
+        raise AttentionUnavailable(f"has version {version}, but needs {_words(MIN_VERSION)}")
+    if is_slow(version):
+        logger.warning(
+            "FlashInfer %s plans an eager step slowly, in Python loops over its rows; %s does not",
+            *(version, _words(FAST_VERSION)),
+        )
+
+
+def is_slow(version: str) -> bool:
+    """Whether this release of the package plans in Python loops."""
+    return is_before(version, FAST_VERSION)
+
+
+def is_before(version: str, other: tuple[int, int]) -> bool:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < other
+
+
+def _words(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
