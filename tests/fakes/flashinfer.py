@@ -490,7 +490,7 @@ class FakeFlashInfer:
     planners: tuple[Planner, Planner] = field(default_factory=lambda: (Planner(4), Planner(3)))
     latent_planner: LatentPlanner = field(default_factory=lambda: LatentPlanner(4))
     jit: FakeJit = field(default_factory=FakeJit)
-    __version__: str = "0.6.3"
+    __version__: str = "0.7.2"
 
     @property
     def num_plans(self) -> int:
