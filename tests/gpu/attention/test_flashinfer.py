@@ -22,6 +22,7 @@ from aserve.gpu.attention.base import (
 )
 from aserve.gpu.attention.flashinfer.backend import KIND, FlashInfer, build_flashinfer
 from aserve.gpu.attention.flashinfer.page_indices import KERNELS, CsrOps
+from aserve.gpu.attention.flashinfer.plan import row_parts
 from aserve.gpu.attention.flashinfer.wrappers import Queries, decode_bytes, queries_of
 from aserve.gpu.attention.reference import TorchReference
 from aserve.gpu.attention.registry import BACKENDS
@@ -33,6 +34,7 @@ from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.spec.base import DraftRows, Drafts
 from aserve.gpu.spec.mode import Speculative
 from aserve.gpu.step.forward_batch import ForwardBatch
+from aserve.messages.base import array_i32
 from tests.fakes.cuda import FakeCuda
 from tests.fakes.drafters import Stumbling, StumblingTree, speculative
 from tests.fakes.flashinfer import (
@@ -145,7 +147,7 @@ def test_pages_before_the_window_are_not_listed() -> None:
     [
         ((8, 2), [1, 1], FakeDecode),
         ((4, 2), [1, 1], FakeDecode),
-        ((4, 2), [1, 2], FakePrefill),
+        ((4, 2), [2, 1], FakePrefill),
         ((4, 2), [8], FakePrefill),
         ((4, 2), [70], FakePrefill),
     ],
@@ -165,6 +167,28 @@ def test_decodes_and_prompts_have_wrappers_of_their_own(
     assert isinstance(made, wrapper)
     assert made.backend == ("auto" if query_lens == [70] else "fa2")
     assert not isinstance(made, FakeDecode) or made.use_tensor_cores == (heads == (8, 2))
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_decodes_of_a_mixed_step_have_a_plan_of_their_own(window: int | None) -> None:
+    """In the prompts' plan each would take a tile of 64 or 128 queries, which it leaves empty."""
+    layout = Layout(layer(window=window), page_size=4)
+    pools, module = layout.pools(4), FakeFlashInfer()
+    query_lens, kv_lens = [1, 1, 70, 1], [9, 14, 3, 6]
+    fill(pools, layout, device_batch(query_lens, kv_lens))
+    backend = FlashInfer(module, site_of(layout, pools))
+    made = exact_batch(pools, query_lens, kv_lens)
+    backend.bind(made, backend.plan(made))
+    decodes, others = module.plans
+    assert [type(wrapper) for wrapper in module.wrappers] == [FakeDecode, FakePrefill]
+    assert others.cu_query_lens is not None
+    assert others.cu_query_lens.tolist() == [0, 70, 71]
+    assert [len(plan.last_lens) for plan in (decodes, others)] == [2, 2]
+    assert [int(plan.starts[0]) for plan in (decodes, others)] == [0, 0]
+    first = 0 if window is None else 1
+    assert decodes.pages[: 3 - first].tolist() == pools.page_tables[0][1, first:3].tolist()
+    last = pools.page_tables[0][4, :2].tolist()
+    assert others.pages[-2:].tolist() == last
 
 
 @pytest.mark.parametrize(
@@ -281,7 +305,7 @@ def test_an_engine_gives_the_plain_engines_tokens_planning_each_step_once(
     monkeypatch: pytest.MonkeyPatch, *, captures: bool
 ) -> None:
     """Chunks and mixed steps run eagerly. Decodes do or, padded, are replayed. Each of two groups
-    has a plan."""
+    has a plan, and two in a mixed step."""
     package = FakeFlashInfer()
     register(monkeypatch, package, ops=LISTED_IN_TORCH if captures else KERNELS)
     model, device = HashModel(window=6), GraphDevice()
@@ -301,7 +325,9 @@ def test_an_engine_gives_the_plain_engines_tokens_planning_each_step_once(
     served = serve(executor, asked, chaos=2)
     assert served.outputs == {(r.request_id, 0): plain_outputs(model, r) for r in asked}
     assert (device.num_replays > 10) == captures
-    assert package.num_plans - before == 2 * len(served.batches)
+    num_parts = [len(row_parts(array_i32(batch.query_lens))) for batch in served.batches]
+    assert max(num_parts) == 2
+    assert package.num_plans - before == 2 * sum(num_parts)
 
 
 @pytest.mark.parametrize("seed", [None, 1])

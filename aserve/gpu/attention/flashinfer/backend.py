@@ -16,10 +16,12 @@
 #      the pinned memory of a plan is never overwritten while the device may still read it.
 #   2. plan.py writes indptr, last_page_lens and lengths of each layer group to the slot.
 #   3. Each layer kind's wrapper plans. The wrapper depends on the queries of the forward: decode,
-#      prefill that fills Hopper's tiles, or other prefill (wrappers.py).
+#      prefill that fills Hopper's tiles, or other prefill (wrappers.py). The decodes of a mixed
+#      step, which come first, and its other rows have a plan each. In one plan, decodes would be
+#      computed in tiles of the prefill's size, which they leave almost empty.
 #   4. `bind` computes the page indices on the device (page_indices.py), once per layer group. The
 #      host knows the number of pages, but not the page tables, which this step may change.
-#   5. Each layer stores its keys and values and calls `run`.
+#   5. Each layer stores its keys and values and calls `run`, once for each part of the rows.
 #
 # A captured forward has static plans (static_plans.py). A CUDA graph replays kernels with fixed
 # addresses, so all plans of one shape write to the same device memory, and the page indices have a
@@ -47,7 +49,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias, cast
 
 import numpy as np
@@ -66,14 +68,21 @@ from aserve.gpu.attention.flashinfer.cascade import GROUP, NO_CASCADE, CascadePl
 from aserve.gpu.attention.flashinfer.kernel_modules import BUILD_ERRORS, compile_modules
 from aserve.gpu.attention.flashinfer.latent_wrapper import HEAD_DIM, check_latents, latent_pages
 from aserve.gpu.attention.flashinfer.page_indices import KERNELS, CsrOps, PageIndices
-from aserve.gpu.attention.flashinfer.plan import FlashPlan, write_arrays
-from aserve.gpu.attention.flashinfer.plan_buffers import PlanSlots
+from aserve.gpu.attention.flashinfer.plan import (
+    ALL_ROWS,
+    FlashPlan,
+    PlanPart,
+    row_parts,
+    write_arrays,
+)
+from aserve.gpu.attention.flashinfer.plan_buffers import PlanSlot, PlanSlots
 from aserve.gpu.attention.flashinfer.static_plans import FlashStaticPlans, StaticPlan
 from aserve.gpu.attention.flashinfer.wrappers import (
     FP8,
     HOPPER_TILE,
     FlashInferPackage,
     LayerKind,
+    PlanArrays,
     Queries,
     Wrapper,
     Wrappers,
@@ -139,7 +148,7 @@ class FlashInfer:
         if batch.lens_cpu is None:
             raise BugError(f"step {batch.iteration}: FlashInfer plans from exact lengths only")
         if not batch.num_rows:
-            return FlashPlan({}, {})
+            return FlashPlan({}, ())
         is_tree = batch.tree_mask is not None
         if not is_tree and self._cascades.is_worthwhile(batch.num_rows, batch.shared_pages):
             return self._plan(batch, batch.lens_cpu, self._cascades.plan(batch, batch.lens_cpu))
@@ -148,43 +157,70 @@ class FlashInfer:
     def _plan(self, batch: ForwardBatch, lens: ArrayI32, cascade: CascadePlan) -> FlashPlan:
         slot = self._slots.take()
         is_tree = batch.tree_mask is not None
-        queries = Queries.TREES if is_tree else queries_of(batch.query_lens_cpu, lens)
         kinds = [kind for kind in self._kinds if kind not in cascade.wrappers]
+        is_whole = is_tree or any(kind.layer.value_dim is not None for kind in kinds)
+        parts = (ALL_ROWS,) if is_whole else row_parts(batch.query_lens_cpu)
         host = write_arrays(
-            slot, self._site, lens=lens, query_lens=batch.query_lens_cpu, kinds=kinds
+            *(slot, self._site),
+            lens=lens,
+            query_lens=batch.query_lens_cpu,
+            kinds=kinds,
+            parts=parts,
         )
+        pages = self._page_indices(batch, host)
+        made: list[PlanPart] = []
+        ends = dict.fromkeys(pages, 0)  # of the pages of the parts before
+        for rows, arrays in zip(parts, host, strict=True):
+            own = batch.query_lens_cpu[rows]
+            queries = Queries.TREES if is_tree else queries_of(own, lens[rows])
+            starts = dict(ends)
+            ends = {group: starts[group] + int(arrays[group].indptr[-1]) for group in arrays}
+            wrappers: dict[LayerKind, Wrapper] = {}
+            for kind in kinds:
+                wrappers[kind] = self._wrapper(slot, kind, queries)
+                listed = pages[kind.group]
+                self._wrappers.plan(
+                    *(wrappers[kind], kind, arrays[kind.group]),
+                    indices=listed.indices[starts[kind.group] : ends[kind.group]],
+                    is_decode=queries is Queries.DECODE,
+                    mask=listed.mask,
+                )
+            made.append(PlanPart(rows, wrappers))
+        slot.close()
+        return FlashPlan(pages, tuple(made), cascade)
+
+    def _page_indices(
+        self, batch: ForwardBatch, host: Sequence[Mapping[int, PlanArrays]]
+    ) -> dict[int, PageIndices]:
+        """Allocates the indices of all rows, and the masks of draft trees, by layer group."""
         pages: dict[int, PageIndices] = {}
-        for group, arrays in host.items():
-            num_pages, where = int(arrays.indptr[-1]), self._site.pools.device
+        where = self._site.pools.device
+        for group in host[0]:
+            num_pages = sum(int(part[group].indptr[-1]) for part in host)
             indices = torch.empty(num_pages, dtype=torch.int32, device=where)
             bits, most = None, 0
-            if is_tree:
-                num_bits = batch.query_lens_cpu.astype(np.int64) * arrays.lens.numpy()
+            if batch.tree_mask is not None:
+                num_bits = batch.query_lens_cpu.astype(np.int64) * host[0][group].lens.numpy()
                 num_bytes = -(-num_bits // 8)
                 most = int(num_bytes.max())
                 bits = torch.empty(int(num_bytes.sum()) + 1, dtype=torch.uint8, device=where)
             pages[group] = PageIndices.empty(batch.num_rows, indices, bits, max_mask_bytes=most)
-        wrappers: dict[LayerKind, Wrapper] = {}
-        for kind in kinds:
-            wrapper = slot.wrappers.get((kind, queries))
-            if wrapper is None:
-                wrapper = self._wrappers.make(kind, queries)
-                slot.wrappers[kind, queries] = wrapper
-            arrays, own = host[kind.group], pages[kind.group]
-            is_decode = queries is Queries.DECODE
-            self._wrappers.plan(
-                wrapper, kind, arrays, indices=own.indices, is_decode=is_decode, mask=own.mask
-            )
-            wrappers[kind] = wrapper
-        slot.close()
-        return FlashPlan(pages, wrappers, cascade)
+        return pages
+
+    def _wrapper(
+        self, slot: PlanSlot[WrapperKey, Wrapper], kind: LayerKind, queries: Queries
+    ) -> Wrapper:
+        wrapper = slot.wrappers.get((kind, queries))
+        if wrapper is None:
+            wrapper = slot.wrappers[kind, queries] = self._wrappers.make(kind, queries)
+        return wrapper
 
     def bind(self, batch: ForwardBatch, plan: object) -> Attend:
         value = plan.value if isinstance(plan, StaticPlan) else plan
         own = own_plan(batch, value, FlashPlan, tree_masks=True)
         self._write_indices(batch, own.pages)
         own.cascade.write_indices(batch, self._site.pools.page_tables[GROUP], self._ops.indices)
-        wrappers, cascades = own.wrappers, own.cascade.wrappers
+        parts, cascades = own.parts, own.cascade.wrappers
 
         def attend(layer: LayerSpec, inputs: AttentionInputs) -> Tensor:
             kv = self._site.pools.layers[layer.index]
@@ -198,7 +234,10 @@ class FlashInfer:
             k_scale, v_scale = kv.scales
             scales = {} if kv.scales == (1.0, 1.0) else {"k_scale": k_scale, "v_scale": v_scale}
             q = q if q.stride(2) == 1 else q.contiguous()
-            return wrappers[kind].run(q, pages, out=out, **scales)
+            for part in parts:
+                tokens = part.tokens
+                part.wrappers[kind].run(q[tokens], pages, out=out[tokens], **scales)
+            return out
 
         return attend
 

@@ -4,7 +4,7 @@ planner's single call, which replans a captured forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias, TypeVar, cast
@@ -24,13 +24,32 @@ Key = TypeVar("Key")
 Planner = TypeVar("Planner")
 
 
+ALL_ROWS = slice(None)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanPart:
+    """The wrappers of some rows of a forward."""
+
+    tokens: slice
+    wrappers: Mapping[LayerKind, Wrapper]
+
+
 @dataclass(frozen=True, slots=True)
 class FlashPlan:
     """The inputs of `bind` for one forward. Layer kinds without a wrapper use cascade attention."""
 
     pages: Mapping[int, PageIndices]  # by layer group, written when the forward begins
-    wrappers: Mapping[LayerKind, Wrapper]
+    parts: tuple[PlanPart, ...]
     cascade: CascadePlan = NO_CASCADE
+
+
+def row_parts(query_lens: ArrayI32) -> tuple[slice, ...]:
+    """Divides the rows of a mixed step into the decodes, which come first, and the others. Each
+    slice of rows is that of their tokens as well, because the rows before it have one each."""
+    longer = np.flatnonzero(query_lens != 1)
+    num_decodes = int(longer[0]) if len(longer) else 0
+    return (slice(num_decodes), slice(num_decodes, None)) if num_decodes else (ALL_ROWS,)
 
 
 def write_arrays(
@@ -40,33 +59,39 @@ def write_arrays(
     lens: ArrayI32,
     query_lens: ArrayI32,
     kinds: Iterable[LayerKind],
-) -> dict[int, PlanArrays]:
-    """Writes the planner's arrays to the slot's pinned memory; returns them by layer group.
+    parts: Sequence[slice] = (ALL_ROWS,),
+) -> list[dict[int, PlanArrays]]:
+    """Writes the planner's arrays to the slot's pinned memory; returns those of each part of the
+    rows by layer group.
 
     lens [rows]: KV lengths with this forward's query_lens [rows] tokens.
     """
-    page_size = site.pools.page_size
-    cu_query_lens = np.zeros(len(query_lens) + 1, np.int32)
-    np.cumsum(query_lens, out=cu_query_lens[1:])
-    csr_by_group = {
-        group: page_indptr(lens, query_lens, window=site.windows[group], page_size=page_size)
-        for group in {kind.group for kind in kinds}
-    }
-    named = {"cu_query_lens": cu_query_lens}
-    for group, csr in csr_by_group.items():
-        named[f"indptr{group}"] = csr.indptr
-        named[f"last_page_lens{group}"] = csr.last_page_lens
-        named[f"lens{group}"] = csr.lens
+    groups = sorted({kind.group for kind in kinds})
+    named: dict[str, ArrayI32] = {}
+    for part, rows in enumerate(parts):
+        own, own_lens = query_lens[rows], lens[rows]
+        cu_query_lens = named[f"cu_query_lens{part}"] = np.zeros(len(own) + 1, np.int32)
+        np.cumsum(own, out=cu_query_lens[1:])
+        for group in groups:
+            window, page_size = site.windows[group], site.pools.page_size
+            csr = page_indptr(own_lens, own, window=window, page_size=page_size)
+            named[f"indptr{part}.{group}"] = csr.indptr
+            named[f"last_page_lens{part}.{group}"] = csr.last_page_lens
+            named[f"lens{part}.{group}"] = csr.lens
     host = slot.write(named)
-    return {
-        group: PlanArrays(
-            host["cu_query_lens"],
-            host[f"indptr{group}"],
-            host[f"last_page_lens{group}"],
-            host[f"lens{group}"],
-        )
-        for group in csr_by_group
-    }
+    return [
+        {group: _arrays(host, f"{part}", f"{part}.{group}") for group in groups}
+        for part in range(len(parts))
+    ]
+
+
+def _arrays(host: Mapping[str, Tensor], part: str, own: str) -> PlanArrays:
+    return PlanArrays(
+        host[f"cu_query_lens{part}"],
+        host[f"indptr{own}"],
+        host[f"last_page_lens{own}"],
+        host[f"lens{own}"],
+    )
 
 
 Replan: TypeAlias = Callable[[], object]

@@ -22,7 +22,14 @@ from aserve.errors import BugError
 from aserve.gpu.attention.base import AttentionSite, StaticShape
 from aserve.gpu.attention.flashinfer.cascade import Cascades
 from aserve.gpu.attention.flashinfer.page_indices import PageIndices
-from aserve.gpu.attention.flashinfer.plan import FlashPlan, Replan, find_planner_call, write_arrays
+from aserve.gpu.attention.flashinfer.plan import (
+    ALL_ROWS,
+    FlashPlan,
+    PlanPart,
+    Replan,
+    find_planner_call,
+    write_arrays,
+)
 from aserve.gpu.attention.flashinfer.plan_buffers import PlanSlot, PlanSlots
 from aserve.gpu.attention.flashinfer.wrappers import LayerKind, PlanArrays, Wrapper, Wrappers
 from aserve.messages.base import ArrayI32
@@ -121,7 +128,9 @@ class FlashStaticPlans:
             mask = pages[kind.group].mask
             slot.wrappers[kind] = self._replan(slot, kind, wrapper, shape=shape, mask=mask)
             wrappers[kind] = wrapper
-        return StaticPlan(_query_lens(shape), slots, FlashPlan(pages, wrappers))
+        return StaticPlan(
+            _query_lens(shape), slots, FlashPlan(pages, (PlanPart(ALL_ROWS, wrappers),))
+        )
 
     def _index_buffer(self, group: int, num_pages: int) -> Tensor:
         """The page indices of all captured forwards share one buffer per group: each forward writes
@@ -183,7 +192,10 @@ class FlashStaticPlans:
         return call or plan
 
     def _write(self, slot: Slot, lens: ArrayI32, query_lens: ArrayI32) -> dict[int, PlanArrays]:
-        return write_arrays(slot, self._site, lens=lens, query_lens=query_lens, kinds=self._kinds)
+        (arrays,) = write_arrays(
+            slot, self._site, lens=lens, query_lens=query_lens, kinds=self._kinds
+        )
+        return arrays
 
 
 def _query_lens(shape: StaticShape) -> ArrayI32:
