@@ -63,7 +63,7 @@ from aserve.gpu.spec.request import DraftRequest, LoadedDrafter, SpecOptions, re
 from aserve.gpu.step.future_map import SEQ_LEN, FutureMap
 from aserve.gpu.step.resolve import DeviceState
 from aserve.gpu.weights.format import WeightFormat, WeightRequest, dtype_name
-from aserve.gpu.weights.source import OnProgress, Target, ignore_progress
+from aserve.gpu.weights.source import LinearBits, OnProgress, Target, ignore_progress
 from aserve.messages.executor import EngineSpec, TierPolicy
 
 MIN_PAGES = 2  # page 0 is padding
@@ -228,7 +228,13 @@ def _target(device: Device, options: BuildOptions, form: WeightFormat, ops: Devi
             device.free_bytes(),
             form.prepare,
             form.prepare_grouped,
+            form.prepare_fp8_experts,
             ops.elementwise,
+            LinearBits(
+                form.stored_bits,
+                form.kept_bits,
+                form.kept_bits if form.prepare_fp8_experts else None,
+            ),
         ),
         options.ranks,
     )

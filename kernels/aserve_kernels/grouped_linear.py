@@ -72,20 +72,11 @@ def _multiply(
     NUM_INPUTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program computes one [BLOCK_M rows, BLOCK_N outputs] tile of one expert."""
-    tile = tl.program_id(0)
-    experts = tl.arange(0, EXPERTS_POWER)
-    first_rows = tl.load(starts + experts, mask=experts < NUM_EXPERTS, other=0)
-    last_rows = tl.load(ends + experts, mask=experts < NUM_EXPERTS, other=0)
-    num_tiles = tl.cdiv(last_rows - first_rows, BLOCK_M)
-    tiles_until = tl.cumsum(num_tiles, 0)
-    expert = tl.sum((tiles_until <= tile).to(tl.int32), 0)
+    expert, rows, has_row = rows_of_tile(
+        starts, ends, NUM_EXPERTS, EXPERTS_POWER=EXPERTS_POWER, BLOCK_M=BLOCK_M
+    )
     if expert >= NUM_EXPERTS:
         return
-    is_own = experts == expert
-    tile_of_expert = tile - tl.sum(tl.where(is_own, tiles_until - num_tiles, 0), 0)
-    rows = tl.sum(tl.where(is_own, first_rows, 0), 0) + tile_of_expert * BLOCK_M
-    rows += tl.arange(0, BLOCK_M)
-    has_row = (rows < tl.sum(tl.where(is_own, last_rows, 0), 0))[:, None]
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     has_output = outputs < NUM_OUTPUTS
     inputs = tl.arange(0, BLOCK_K)
@@ -105,3 +96,24 @@ def _multiply(
         acc += bias.to(tl.float32)[None, :]
     out_addresses = out + rows.to(tl.int64)[:, None] * NUM_OUTPUTS + outputs[None, :]
     tl.store(out_addresses, acc.to(out.dtype.element_ty), mask=has_row & has_output[None, :])
+
+
+@triton.jit
+def rows_of_tile(
+    starts: tl.tensor, ends: tl.tensor, NUM_EXPERTS: tl.constexpr, EXPERTS_POWER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Returns the expert of this program's tile, NUM_EXPERTS behind the last tile, the tile's rows
+    [BLOCK_M], and which of them are the expert's [BLOCK_M, 1]."""
+    tile = tl.program_id(0)
+    experts = tl.arange(0, EXPERTS_POWER)
+    first_rows = tl.load(starts + experts, mask=experts < NUM_EXPERTS, other=0)
+    last_rows = tl.load(ends + experts, mask=experts < NUM_EXPERTS, other=0)
+    num_tiles = tl.cdiv(last_rows - first_rows, BLOCK_M)
+    tiles_until = tl.cumsum(num_tiles, 0)
+    expert = tl.sum((tiles_until <= tile).to(tl.int32), 0)
+    is_own = experts == expert
+    tile_of_expert = tile - tl.sum(tl.where(is_own, tiles_until - num_tiles, 0), 0)
+    rows = tl.sum(tl.where(is_own, first_rows, 0), 0) + tile_of_expert * BLOCK_M
+    rows += tl.arange(0, BLOCK_M)
+    return expert, rows, (rows < tl.sum(tl.where(is_own, last_rows, 0), 0))[:, None]

@@ -202,7 +202,7 @@ def _multiply_codes(
         else:
             bits = tl.load(code_rows + at, mask=has_output[:, None] & (at < NUM_INPUTS), other=0)
             if KIND == "e4m3":
-                b = _decoded(bits).to(x.dtype.element_ty)
+                b = decoded(bits).to(x.dtype.element_ty)
                 scale *= E4M3_SHIFT
             else:
                 b = bits.to(tl.float32).to(x.dtype.element_ty)
@@ -216,7 +216,7 @@ def _multiply_codes(
 
 
 @triton.jit
-def _decoded(bits: tl.tensor) -> tl.tensor:
+def decoded(bits: tl.tensor) -> tl.tensor:
     """bits uint8, of E4M3 -> float16, the values times 2^-8. NaN is not decoded."""
     wide = bits.to(tl.uint16)
     return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)

@@ -4,15 +4,19 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
 
 from aserve.errors import ConfigError
 from aserve.gpu.build import BuildOptions, assemble, build_executor
 from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.device.cpu.weights import SMALL_MIXED_PREFILL_TOKENS
+from aserve.gpu.weights.source import Target
 from aserve.messages.executor import EngineSpec
 from aserve.tiny import MODEL_DIR
 from tests.fakes.hash_model import HashModel
+from tests.gpu.weights.checkpoints import write_checkpoint
+from tests.gpu.weights.published import FORMATS, SIZES, quantized
 
 
 def spec_of(*, max_model_len: int | None = None, num_pages: int | None = None) -> EngineSpec:
@@ -32,6 +36,28 @@ def test_a_context_without_memory_is_shortened_unless_someone_asked_for_it(
     with pytest.raises(ConfigError, match="max_model_len 4096"):
         spec_of(max_model_len=4096)
     assert spec_of(num_pages=8).max_model_len == 4096
+
+
+def test_memory_for_weights_is_that_of_the_format_in_which_the_device_keeps_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A model of 4 bits that fits would be refused, if it were counted in the model's dtype."""
+    asked: list[int] = []
+
+    def refuse(_target: Target, size_bytes: int, _dtype: torch.dtype) -> None:
+        asked.append(size_bytes)
+        raise ConfigError("as the test wants it")
+
+    monkeypatch.setattr(Target, "check_room", refuse)
+    form = FORMATS["awq"]
+    stored, meant = quantized(form)
+    own = write_checkpoint(tmp_path, stored, quantization_config=form.config, **SIZES)
+    with pytest.raises(ConfigError, match="as the test wants it"):
+        build_executor(BuildOptions(own, num_pages=8, max_rows=2, dtype="float32"))
+    (size,) = asked
+    others = sum(each.nbytes for name, each in meant.items() if "proj" not in name)
+    layers = sum(each.numel() for name, each in meant.items() if "proj" in name)
+    assert others < size < others + layers
 
 
 @pytest.mark.parametrize("given", [None, 7])

@@ -34,6 +34,7 @@ from aserve_kernels import bitmask
 from aserve_kernels.copy_rows import copy_rows
 from aserve_kernels.fp8_linear import GROUP, fp8_linear, quantize_rows
 from aserve_kernels.gated_mul import KINDS, gated_mul
+from aserve_kernels.grouped_fp8_linear import CodedExperts, grouped_fp8_linear
 from aserve_kernels.grouped_linear import grouped_linear
 from aserve_kernels.index_scores import index_scores
 from aserve_kernels.invariant_linear import WIDE_FROM, invariant_linear
@@ -63,7 +64,7 @@ BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 # Kernels whose loop over tiles must be software-pipelined with asynchronous copies (cp.async).
 PIPELINED = (
     *("_attend_splits", "_attend_latents", "_attend_blocks", "_multiply"),
-    *("_multiply_codes", "_multiply_fp8"),
+    *("_multiply_codes", "_multiply_experts", "_multiply_fp8"),
 )
 # Rows, and tokens of each row.
 STEPS = [(1, 1), (1, 2), (2, 1), (3, 1), (4, 1), (5, 3), (16, 1), (3, 16), (17, 5), (32, 1)]
@@ -158,6 +159,15 @@ def call_rope_and_store_kv(dtype: torch.dtype) -> None:
 def call_grouped_linear() -> None:
     bounds = torch.tensor([0, 2, 4], dtype=torch.int32)
     grouped_linear(zeros(4, 128), zeros(2, 100, 128), zeros(2, 100), bounds[:2], bounds[1:])
+
+
+def call_grouped_fp8_linear() -> None:
+    """Weights with a scale for each block, and for each row."""
+    bounds = torch.tensor([0, 2, 4], dtype=torch.int32)
+    for group, rows in ((128, 128), (256, 1)):
+        scales = zeros(2, 256 // group, 128 // rows, dtype=torch.float32)
+        weights = CodedExperts(zeros(2, 128, 256, dtype=FP8), scales, group, rows)
+        grouped_fp8_linear(zeros(4, 256), weights, zeros(2, 128), bounds[:2], bounds[1:])
 
 
 def call_invariant_linear(num_outs: int) -> None:
@@ -289,6 +299,7 @@ PRODUCTS: tuple[Callable[[], object], ...] = (
     call_index_scores,
     lambda: call_invariant_linear(300),
     call_grouped_linear,
+    call_grouped_fp8_linear,
     call_weight_only_linear,
 )
 # Kernels and variants that no step in STEPS launches.

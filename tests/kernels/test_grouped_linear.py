@@ -6,6 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from aserve_kernels.grouped_fp8_linear import (
+    CodedExperts,
+    grouped_fp8_linear,
+    grouped_fp8_linear_ref,
+)
 from aserve_kernels.grouped_linear import BLOCK_M, grouped_linear, grouped_linear_ref
 from tests.kernels.tolerance import TOLERANCES, assert_close, draw
 
@@ -46,4 +51,42 @@ def test_a_row_gets_the_same_bits_alone_and_among_any_number() -> None:
     for row in (0, BLOCK_M, BLOCK_M + 1, BLOCK_M + 2, 2 * BLOCK_M + 2):
         starts, ends, _ = bounds([1, 0] if row < BLOCK_M + 2 else [0, 1])
         alone = grouped_linear(x[row : row + 1], weights, None, starts, ends)
+        assert torch.equal(alone, expected[row : row + 1])
+
+
+# (outputs, inputs) of a block with one scale; a scale per row, and blocks that divide no side.
+BLOCKS = [(1, 300), (128, 128), (32, 64), (1, 32)]
+
+
+def coded(num_experts: int, block: tuple[int, int], *, num_outs: int = 70) -> CodedExperts:
+    rows, group = block
+    codes = draw(num_experts, num_outs, 300, seed=1).to(torch.float8_e4m3fn)
+    scales = draw(num_experts, -(-300 // group), -(-num_outs // rows), seed=3).abs() / 16 + 0.01
+    return CodedExperts(codes, scales, group, rows)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_rows_meet_their_experts_weights_in_fp8(dtype: torch.dtype, block: tuple[int, int]) -> None:
+    """With gaps and biases, and without."""
+    for counts, gap in (([1], 0), ([0, 5, 0], 4), ([BLOCK_M, 0, BLOCK_M + 1], 0), ([0], 0)):
+        starts, ends, num_rows = bounds(counts, gap)
+        x = draw(num_rows, 303, dtype=dtype)[:, :300]
+        weights = coded(len(counts), block)
+        biases = draw(len(counts), 70, dtype=dtype, seed=2) if gap else None
+        got = grouped_fp8_linear(x, weights, biases, starts, ends)
+        expected = grouped_fp8_linear_ref(x, weights, biases, starts, ends)
+        for start, end in zip(starts, ends, strict=True):
+            assert_close(got[start:end], expected[start:end])
+
+
+@pytest.mark.usefixtures("sums_in_one_order")
+def test_a_row_of_weights_in_fp8_gets_the_same_bits_alone_and_among_others() -> None:
+    weights = coded(2, (128, 128))
+    x = draw(BLOCK_M + 4, 300)
+    starts, ends, _ = bounds([BLOCK_M + 2, 2])
+    expected = grouped_fp8_linear(x, weights, None, starts, ends)
+    for row in (0, BLOCK_M + 1, BLOCK_M + 3):
+        starts, ends, _ = bounds([1, 0] if row < BLOCK_M + 2 else [0, 1])
+        alone = grouped_fp8_linear(x[row : row + 1], weights, None, starts, ends)
         assert torch.equal(alone, expected[row : row + 1])

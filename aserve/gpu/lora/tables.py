@@ -25,6 +25,7 @@ from aserve.gpu.lora.adapter import LoraAdapter, LoraModule, read_adapter
 from aserve.gpu.models.registry import Code
 from aserve.gpu.sampling.params import RowTables
 from aserve.gpu.weights.checkpoint import listed
+from aserve.gpu.weights.fp8 import ExpertWeights
 from aserve.gpu.weights.source import WHOLE, Shard, WeightSource
 from aserve_kernels.lora import LoraStack, add_lora_ref
 from aserve_kernels.row_columns import INT_COLUMNS
@@ -223,10 +224,10 @@ class _LoraSource:
 
     def stacked(
         self, name: str, parts: Mapping[str, int], *, count: int, in_features: int
-    ) -> Tensor:
+    ) -> ExpertWeights:
         return self._source.stacked(name, parts, count=count, in_features=in_features)
 
-    def grouped(self, weights: Tensor, biases: Tensor | None = None) -> GroupedLinearOp:
+    def grouped(self, weights: ExpertWeights, biases: Tensor | None = None) -> GroupedLinearOp:
         return self._source.grouped(weights, biases)
 
     def tied_linear(self, name: str, weight: Tensor) -> LinearOp:

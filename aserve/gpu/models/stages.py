@@ -21,6 +21,7 @@ from aserve.gpu.layers.grouped_linear import GroupedLinearOp, linear_per_expert
 from aserve.gpu.layers.linear import Linear, LinearOp, prepare
 from aserve.gpu.models.config.model import ModelConfig
 from aserve.gpu.weights.checkpoint import Rename
+from aserve.gpu.weights.fp8 import ExpertWeights
 from aserve.gpu.weights.inventory import Inventory
 from aserve.gpu.weights.source import Stage, Target, WeightSource, wide_dtype
 
@@ -142,14 +143,14 @@ class StageWeights:
 
     def stacked(
         self, name: str, parts: Mapping[str, int], *, count: int, in_features: int
-    ) -> Tensor:
+    ) -> ExpertWeights:
         if self._layers.holds(name):
             return self._source.stacked(name, parts, count=count, in_features=in_features)
         shape = (count, sum(parts.values()), in_features)
         return torch.empty(shape, dtype=self.dtype, device=META)
 
-    def grouped(self, weights: Tensor, biases: Tensor | None = None) -> GroupedLinearOp:
-        if weights.is_meta:
+    def grouped(self, weights: ExpertWeights, biases: Tensor | None = None) -> GroupedLinearOp:
+        if isinstance(weights, Tensor) and weights.is_meta:
             return linear_per_expert(weights, biases, prepare)
         return self._source.grouped(weights, biases)
 

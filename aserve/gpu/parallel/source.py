@@ -20,6 +20,7 @@ from aserve.gpu.layers.grouped_linear import GroupedLinearOp, Groups
 from aserve.gpu.layers.linear import LinearOp
 from aserve.gpu.models.sharding import HEAD, ON_EVERY_RANK, ROW_PARALLEL, can_divide
 from aserve.gpu.parallel.collectives import ALONE, Collectives
+from aserve.gpu.weights.fp8 import ExpertWeights
 from aserve.gpu.weights.source import ExpertPart, Shard, Target, WeightSource
 
 
@@ -98,7 +99,7 @@ class RankWeights:
         self._source = source
         self._ranks = ranks
         self._shard = shard
-        self._stacks: list[Tensor] = []  # of experts that are placed, or row parallel
+        self._stacks: list[ExpertWeights] = []  # of experts that are placed, or row parallel
         self.device = source.device
         self.dtype = source.dtype
         self.elementwise = source.elementwise
@@ -127,13 +128,13 @@ class RankWeights:
 
     def stacked(
         self, name: str, parts: Mapping[str, int], *, count: int, in_features: int
-    ) -> Tensor:
+    ) -> ExpertWeights:
         stack = self._source.stacked(name, parts, count=count, in_features=in_features)
         if self._shard.experts is not None or ROW_PARALLEL.intersection(parts):
             self._stacks.append(stack)
         return stack
 
-    def grouped(self, weights: Tensor, biases: Tensor | None = None) -> GroupedLinearOp:
+    def grouped(self, weights: ExpertWeights, biases: Tensor | None = None) -> GroupedLinearOp:
         is_divided = any(weights is stack for stack in self._stacks)
         self._stacks = [stack for stack in self._stacks if stack is not weights]
         if not is_divided:
@@ -141,6 +142,7 @@ class RankWeights:
         if biases is not None:
             raise ConfigError("biases of experts are not divided among ranks")
         if self._shard.experts is not None:
+            assert isinstance(weights, Tensor)  # no source keeps experts in fp8 that may be moved
             return PlacedExperts(weights, self._source.grouped)
         return SummedGroupedLinear(self._source.grouped(weights), self._ranks)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from aserve.gpu.layers.grouped_linear import GroupedLinearOp
 from aserve.gpu.layers.linear import Linear, LinearOp
+from aserve.gpu.weights.fp8 import ExpertWeights
 from aserve.gpu.weights.source import LoadProgress, Target, expert_parts, wide_dtype
 
 STD = 0.02  # transformers' usual initializer_range
@@ -74,7 +75,8 @@ class DummyWeights:
         ]
         return torch.cat(drawn).view(len(experts), -1, in_features)
 
-    def grouped(self, weights: Tensor, biases: Tensor | None = None) -> GroupedLinearOp:
+    def grouped(self, weights: ExpertWeights, biases: Tensor | None = None) -> GroupedLinearOp:
+        assert isinstance(weights, Tensor)
         return self._target.prepare_grouped(weights, biases, self._target.prepare)
 
     def tied_linear(self, name: str, weight: Tensor) -> LinearOp:

@@ -16,6 +16,7 @@ from aserve.gpu.layers.grouped_linear import GroupedLinearOp, linear_per_expert
 from aserve.gpu.layers.linear import Linear, LinearOp, prepare
 from aserve.gpu.layers.ops import PLAIN
 from aserve.gpu.weights.checkpoint import DTYPES, Checkpoint, listed
+from aserve.gpu.weights.fp8 import ExpertWeights
 from aserve.gpu.weights.source import WHOLE, LinearBits, Shard, expert_parts
 
 # Some old checkpoints carry these tables, which follow from the configuration.
@@ -26,6 +27,7 @@ class Inventory:
     """A `WeightSource` that gives out meta tensors and notes what was asked for."""
 
     __slots__ = (
+        "_experts",
         "_linears",
         "_shard",
         "_tied",
@@ -41,6 +43,7 @@ class Inventory:
     def __init__(self, dtype: torch.dtype, shard: Shard = WHOLE) -> None:
         self._shard = shard
         self._linears: dict[str, int] = {}  # elements of weights of linear layers, by name
+        self._experts: dict[str, int] = {}  # of stacks, by the name of the first expert's part
         self._tied: dict[str, int] = {}  # of such layers with another layer's weight
         self.device = torch.device("meta")
         self.dtype = dtype
@@ -76,11 +79,15 @@ class Inventory:
             for part, num_rows in expert_parts(name, parts, expert).items():
                 shape = (num_rows, in_features)
                 self.shapes[f"{part}.weight"] = self._shard.whole_shape(f"{part}.weight", shape)
-        held = (len(self._shard.held_experts(count)), sum(parts.values()), in_features)
+        num_held = len(self._shard.held_experts(count))
+        for part, num_rows in expert_parts(name, parts, 0).items():
+            self._experts[f"{part}.weight"] = num_held * num_rows * in_features
+        held = (num_held, sum(parts.values()), in_features)
         self.num_weights += math.prod(held)
         return torch.empty(held, dtype=self.dtype, device=self.device)
 
-    def grouped(self, weights: Tensor, biases: Tensor | None = None) -> GroupedLinearOp:
+    def grouped(self, weights: ExpertWeights, biases: Tensor | None = None) -> GroupedLinearOp:
+        assert isinstance(weights, Tensor)
         return linear_per_expert(weights, biases, prepare)
 
     def tied_linear(self, name: str, weight: Tensor) -> LinearOp:
@@ -104,6 +111,9 @@ class Inventory:
         for name, size in self._linears.items():
             found = bits.of(is_quantized=is_quantized(name))
             size_bits += size * ((own_bits if found is None else found) - own_bits)
+        if bits.kept_experts is not None and self._shard.experts is None:
+            kept = sum(size for name, size in self._experts.items() if is_quantized(name))
+            size_bits += kept * (bits.kept_experts - own_bits)
         size_bits += sum(self._tied.values()) * (bits.every or 0)
         return math.ceil(size_bits / 8)
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 import torch
@@ -14,7 +15,7 @@ from aserve.errors import ConfigError
 from aserve.gpu.layers.grouped_linear import GroupedLinearOp
 from aserve.gpu.layers.linear import Linear, LinearOp
 from aserve.gpu.weights.checkpoint import Checkpoint
-from aserve.gpu.weights.fp8 import whole
+from aserve.gpu.weights.fp8 import ExpertWeights, Fp8Experts, stacked, whole
 from aserve.gpu.weights.quantized import QuantizedLinear, QuantizedWeight, joined
 from aserve.gpu.weights.source import LoadProgress, Target, expert_parts, wide_dtype
 
@@ -78,8 +79,12 @@ class WeightReader:
 
     def stacked(
         self, name: str, parts: Mapping[str, int], *, count: int, in_features: int
-    ) -> Tensor:
+    ) -> ExpertWeights:
         experts = self._target.shard.held_experts(count)
+        kept = self._fp8_experts(name, parts, count=count, in_features=in_features)
+        if kept is not None:
+            self._progress.advance(kept.elements.numel())
+            return kept
         shape = (len(experts), sum(parts.values()), in_features)
         stack = torch.empty(shape, dtype=self.dtype, device=self.device)
         for own, expert in zip(stack, experts, strict=True):
@@ -88,7 +93,10 @@ class WeightReader:
             self._progress.advance(own.numel())
         return stack
 
-    def grouped(self, weights: Tensor, biases: Tensor | None = None) -> GroupedLinearOp:
+    def grouped(self, weights: ExpertWeights, biases: Tensor | None = None) -> GroupedLinearOp:
+        if isinstance(weights, Fp8Experts):
+            assert self._target.prepare_fp8_experts is not None
+            return self._target.prepare_fp8_experts(weights, biases, dtype=self.dtype)
         return self._target.prepare_grouped(weights, biases, self._target.prepare)
 
     def tied_linear(self, name: str, weight: Tensor) -> LinearOp:
@@ -113,6 +121,19 @@ class WeightReader:
                 return None
             parts.append(part)
         return joined(parts)
+
+    def _fp8_experts(
+        self, name: str, parts: Mapping[str, int], *, count: int, in_features: int
+    ) -> Fp8Experts | None:
+        """Returns the experts as they are stored, if all are in fp8 and the device keeps them.
+        Those that are placed on ranks are widened, because their weights may move."""
+        if self._target.prepare_fp8_experts is None or self._target.shard.experts is not None:
+            return None
+        names = [expert_parts(name, parts, expert) for expert in range(count)]
+        shapes = [_weight_shapes(each, in_features) for each in names]
+        if not all(map(self._checkpoint.is_quantized, itertools.chain(*shapes))):
+            return None
+        return stacked(map(self._read_quantized, shapes), count, self.device)
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self._checkpoint.read_part(name, self._part(name, shape))

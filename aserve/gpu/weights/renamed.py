@@ -8,6 +8,7 @@ from torch import Tensor
 
 from aserve.gpu.layers.grouped_linear import GroupedLinearOp
 from aserve.gpu.layers.linear import LinearOp
+from aserve.gpu.weights.fp8 import ExpertWeights
 from aserve.gpu.weights.source import WeightSource
 
 # Newer checkpoints of models with several parts put these before the names of each part.
@@ -47,11 +48,11 @@ class RenamedWeights:
 
     def stacked(
         self, name: str, parts: Mapping[str, int], *, count: int, in_features: int
-    ) -> Tensor:
+    ) -> ExpertWeights:
         renamed = self._rename(name)
         return self._source.stacked(renamed, parts, count=count, in_features=in_features)
 
-    def grouped(self, weights: Tensor, biases: Tensor | None = None) -> GroupedLinearOp:
+    def grouped(self, weights: ExpertWeights, biases: Tensor | None = None) -> GroupedLinearOp:
         return self._source.grouped(weights, biases)
 
     def tied_linear(self, name: str, weight: Tensor) -> LinearOp:

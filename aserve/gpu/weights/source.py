@@ -30,6 +30,8 @@ from aserve.gpu.layers.grouped_linear import (
 )
 from aserve.gpu.layers.linear import LinearOp, Prepare, prepare
 from aserve.gpu.layers.ops import PLAIN, Elementwise
+from aserve.gpu.weights.format import PrepareFp8Experts
+from aserve.gpu.weights.fp8 import ExpertWeights
 from aserve.host.limits import available_memory_bytes
 
 
@@ -56,14 +58,14 @@ class WeightSource(Protocol):
 
     def stacked(
         self, name: str, parts: Mapping[str, int], *, count: int, in_features: int
-    ) -> Tensor:
+    ) -> ExpertWeights:
         """Returns the weights of those of `count` experts that this device has, [experts, rows,
         in_features]. The checkpoint has one tensor for each expert and part,
         `{name}.{expert}.{part}.weight`; an expert's rows are those of its `parts`, joined as in
         `linear`.
         """
 
-    def grouped(self, weights: Tensor, biases: Tensor | None = None) -> GroupedLinearOp:
+    def grouped(self, weights: ExpertWeights, biases: Tensor | None = None) -> GroupedLinearOp:
         """Returns a grouped linear layer. weights [experts, out, in] and biases [experts, out] are
         values that this source has given."""
 
@@ -249,6 +251,7 @@ class LinearBits:
 
     every: float | None = None  # of all layers
     kept: float | None = None  # of those that stay quantized as the checkpoint has them
+    kept_experts: float | None = None  # the same of experts; None: those of the dtype
 
     def of(self, *, is_quantized: bool) -> float | None:
         return self.kept if is_quantized and self.kept is not None else self.every
@@ -262,6 +265,7 @@ class Target:
     memory_bytes: int | None = None  # free memory of the device; None: of the host
     prepare: Prepare = prepare
     prepare_grouped: PrepareGrouped = linear_per_expert
+    prepare_fp8_experts: PrepareFp8Experts | None = None  # None: they are widened
     elementwise: Elementwise = PLAIN
     bits: LinearBits = LinearBits()
     shard: Shard = WHOLE

@@ -48,8 +48,11 @@ class TopOneExperts:
         gate = {f"{prefix}.gate": NUM_EXPERTS}
         self._router = weights.linear(gate, in_features=hidden, bias=False)
         stacked = partial(weights.stacked, f"{prefix}.experts", count=NUM_EXPERTS)
-        self._up = stacked({"up_proj": EXPERT_SIZE}, in_features=hidden)
-        self._down = stacked({"down_proj": hidden}, in_features=EXPERT_SIZE)
+        up = stacked({"up_proj": EXPERT_SIZE}, in_features=hidden)
+        down = stacked({"down_proj": hidden}, in_features=EXPERT_SIZE)
+        assert isinstance(up, Tensor)
+        assert isinstance(down, Tensor)
+        self._up, self._down = up, down
 
     def __call__(self, x: Tensor, /) -> Tensor:
         best = self._router(x).argmax(dim=1)

@@ -144,7 +144,9 @@ def sources(tmp_path: Path) -> Iterator[Sources]:
 
 def stacked(source: WeightSource, *, count: int = NUM_EXPERTS, divisor: int = 1) -> Tensor:
     parts = {name: rows // divisor for name, rows in PARTS.items()}
-    return source.stacked(EXPERTS, parts, count=count, in_features=8)
+    stack = source.stacked(EXPERTS, parts, count=count, in_features=8)
+    assert isinstance(stack, Tensor)
+    return stack
 
 
 def linear(source: WeightSource, name: str, rows: int, in_features: int) -> Tensor:

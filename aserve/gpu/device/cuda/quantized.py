@@ -1,10 +1,10 @@
 """Linear layers of CUDA with weights of fp8, 8 and 4 bits, and which of them a model has.
 
-Layers that a checkpoint has in fp8 or 4 bits are multiplied as they are stored, and
-`--quantization` rounds the others while they are loaded. Up to FEW_TOKENS tokens, where a step is
-as long as the weights take to be read, activations keep their dtype. More tokens are quantised to
-fp8, if the weights have it and the device multiplies it. `--deterministic` has one kernel for any
-number of tokens.
+Layers that a checkpoint has in fp8 or 4 bits, and experts in fp8, are multiplied as they are
+stored, and `--quantization` rounds the other linear layers while they are loaded. Up to FEW_TOKENS
+tokens, where a step is as long as the weights take to be read, activations keep their dtype. More
+tokens are quantised to fp8, if the weights have it and the device multiplies it; those of experts
+never are. `--deterministic` has one kernel for any number of tokens.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from aserve.errors import ConfigError
-from aserve.gpu.device.cuda.ops import KERNEL_DTYPES
+from aserve.gpu.device.cuda.ops import KERNEL_DTYPES, GroupedKernel
+from aserve.gpu.layers.grouped_linear import GroupedLinearOp, Groups
 from aserve.gpu.layers.linear import Linear, LinearOp, Prepare
 from aserve.gpu.weights.format import WeightFormat, WeightRequest, dtype_name
-from aserve.gpu.weights.fp8 import FP8, Fp8Weight, rounded_to_fp8
+from aserve.gpu.weights.fp8 import FP8, Fp8Experts, Fp8Weight, rounded_to_fp8
 from aserve.gpu.weights.int4 import BITS as INT4_BITS
 from aserve.gpu.weights.int4 import INT4
 from aserve.gpu.weights.quantized import (
@@ -30,6 +31,7 @@ from aserve.gpu.weights.quantized import (
     rounded,
 )
 from aserve_kernels import fp8_linear as kernels
+from aserve_kernels.grouped_fp8_linear import CodedExperts, grouped_fp8_linear
 from aserve_kernels.weight_only_linear import (
     FEW_TOKENS,
     CodedMatrix,
@@ -69,9 +71,14 @@ def with_quantized(format_: WeightFormat, request: WeightRequest, *, has_fp8: bo
         is_invariant=request.is_deterministic,
     )
     if name is None:
-        about = f"{format_.about}, quantized layers as they are"
-        kept_bits = BITS[request.stored_quantization or ""]
-        return replace(format_, prepare=prepare, about=about, kept_bits=kept_bits)
+        stored = request.stored_quantization or ""
+        return replace(
+            format_,
+            prepare=prepare,
+            about=f"{format_.about}, quantized layers as they are",
+            kept_bits=BITS[stored],
+            prepare_fp8_experts=prepare_fp8_experts if stored == FP8 else None,
+        )
     about = f"{format_.about} with {name} weights"
     return replace(format_, prepare=prepare, about=about, stored_bits=BITS[name])
 
@@ -153,6 +160,35 @@ class Fp8Linear:
             rows.elements, weight.codes.t(), rows.scales, weight.scales, bias, out_dtype=x.dtype
         )
         return product
+
+
+class GroupedFp8Linear:
+    """The weights of experts in fp8, and activations in the model's dtype. It is a
+    `GroupedLinearOp` that reads the bounds on the device."""
+
+    __slots__ = ("_biases", "_weights")
+
+    def __init__(self, weights: CodedExperts, biases: Tensor | None) -> None:
+        self._weights = weights
+        self._biases = biases
+
+    def __call__(self, x: Tensor, groups: Groups, /) -> Tensor:
+        return grouped_fp8_linear(x, self._weights, self._biases, groups.starts, groups.ends)
+
+
+def prepare_fp8_experts(
+    weights: Fp8Experts, biases: Tensor | None, /, *, dtype: torch.dtype
+) -> GroupedLinearOp:
+    """A `PrepareFp8Experts` for float32, bfloat16 and float16. Experts in blocks that the kernel
+    does not support are widened."""
+    rows, group = weights.block
+    num_inputs = weights.elements.shape[2]
+    if block_of(num_inputs, group) is None:
+        return GroupedKernel(weights.widened(dtype), biases)
+    scales = weights.scales.transpose(1, 2).contiguous()
+    return GroupedFp8Linear(
+        CodedExperts(weights.elements, scales, min(group, num_inputs), rows), biases
+    )
 
 
 def matrix_of(weight: QuantizedWeight) -> CodedMatrix:
