@@ -18,7 +18,15 @@ import asyncio
 import contextlib
 import itertools
 import sys
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
@@ -238,10 +246,9 @@ class Engine:
             raise refusal
         request_stream = self._frontend.gateway.open(request)
         try:
-            async for chunk in request_stream:
-                if chunk.error is not None:
-                    raise GenerationError(chunk.error)
-                yield chunk
+            async for chunks in request_stream.batches():
+                for chunk in _without_errors(chunks):
+                    yield chunk
         finally:
             request_stream.cancel()
 
@@ -280,11 +287,19 @@ class Engine:
             draw_seed=self._draw_seed,
             defaults=self._frontend.state.defaults,
         )
-        sampling = msgspec.structs.replace(sampling, prompt_logprobs=asked.prompt_logprobs)
+        if asked.prompt_logprobs is not None:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=asked.prompt_logprobs)
         request_id = f"request-{next(self._numbers)}"
         return request_of(
             asked, _prompt_of(prompt, asked), sampling=sampling, request_id=request_id
         )
+
+
+def _without_errors(chunks: Iterable[OutputChunk]) -> Iterator[OutputChunk]:
+    for chunk in chunks:
+        if chunk.error is not None:
+            raise GenerationError(chunk.error)
+        yield chunk
 
 
 async def _next(chunks: AsyncGenerator[OutputChunk, None]) -> OutputChunk | None:

@@ -119,9 +119,12 @@ class Gateway:
         """Waits until no request is open; the caller sets the deadline."""
         await self._is_drained.wait()
 
-    def _leave(self, request_id: str, kept: int) -> None:
-        self._close(request_id)
-        self._cancel(Cancel(request_id, None, kept, "cancelled"))
+    def _leave(self, request_id: str) -> None:
+        opened = self._open.get(request_id)
+        if opened is not None:
+            self._close(request_id)
+            kept = sum(num_values(outputs) for outputs in opened.outputs.values())
+            self._cancel(Cancel(request_id, None, kept, "cancelled"))
 
     def _note_change(self, change: Amend) -> None:
         opened = self._open.get(change.request_id)
@@ -168,24 +171,31 @@ class Capacity:
 class RequestStream:
     """The output chunks of one call, for one reader."""
 
+    __slots__ = (
+        *("_is_unread", "_leave", "_max_unread_bytes", "_num_open", "_on_unread", "_pending"),
+        *("_request_ids", "_waiter"),
+    )
+
     def __init__(
         self,
         request_ids: list[str],
         *,
-        leave: Callable[[str, int], None],
+        leave: Callable[[str], None],
         max_unread_bytes: int = MAX_UNREAD_BYTES,
     ) -> None:
-        self._kept = dict.fromkeys(request_ids, 0)  # tokens delivered so far, for each open request
+        """`leave` ends a request, unless it has ended."""
+        self._request_ids = request_ids
+        self._num_open = len(request_ids)
         self._leave = leave
         self._max_unread_bytes = max_unread_bytes
-        self._pending = Unread()
+        self._pending: Unread | None = None  # made when the first chunk comes
         self._waiter: asyncio.Future[None] | None = None
         self._is_unread = False
         self._on_unread: Callable[[], None] | None = None
 
     @property
     def unread_bytes(self) -> int:
-        return self._pending.size_bytes
+        return self._pending.size_bytes if self._pending else 0
 
     def bound_unread(self, on_unread: Callable[[], None]) -> None:
         """Bounds the unread bytes from now on. Above the bound the requests are cancelled,
@@ -195,10 +205,10 @@ class RequestStream:
 
     def put(self, chunk: OutputChunk) -> None:
         """Adds a chunk. Only the gateway calls it."""
+        if self._pending is None:
+            self._pending = Unread()
         self._pending.put(chunk)
-        self._kept[chunk.request_id] += num_values(chunk.token_ids)
-        if chunk.is_last:
-            del self._kept[chunk.request_id]
+        self._num_open -= chunk.is_last
         if self._on_unread is not None and self.unread_bytes > self._max_unread_bytes:
             self._is_unread = True
             self.cancel()
@@ -207,10 +217,9 @@ class RequestStream:
 
     def cancel(self) -> None:
         """Cancels the requests that still run and drops the unread chunks."""
-        kept, self._kept = self._kept, {}
-        self._pending = Unread()
-        for request_id, num_tokens in kept.items():
-            self._leave(request_id, num_tokens)
+        self._num_open, self._pending = 0, None
+        for request_id in self._request_ids:
+            self._leave(request_id)
         self._wake()
 
     async def batches(self, *, idle_s: float | None = None) -> AsyncIterator[list[OutputChunk]]:
@@ -220,11 +229,11 @@ class RequestStream:
 
         The last chunk of a request has `is_last`; the iteration ends after that of every request.
         """
-        while self._pending or self._kept:
+        while self._pending or self._num_open:
             if not self._pending:
-                await self._arrival(idle_s)
-            batch = self._pending.take()
-            if batch or self._kept:
+                await self._arrival(idle_s)  # PERF: a future, not a coroutine, which has 272 bytes
+            batch = self._pending.take() if self._pending else []
+            if batch or self._num_open:
                 yield batch
             if self._pending:
                 await yield_to_loop()
@@ -239,16 +248,13 @@ class RequestStream:
             for chunk in chunks:
                 yield chunk
 
-    async def _arrival(self, idle_s: float | None) -> None:
+    def _arrival(self, idle_s: float | None) -> asyncio.Future[None]:
         loop = asyncio.get_running_loop()
-        self._waiter = loop.create_future()
-        alarm = None if idle_s is None else loop.call_later(idle_s, self._wake)
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-            if alarm is not None:
-                alarm.cancel()
+        self._waiter = waiter = loop.create_future()
+        if idle_s is not None:
+            alarm = loop.call_later(idle_s, self._wake)
+            waiter.add_done_callback(lambda _: alarm.cancel())
+        return waiter
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import assert_never
 
 from aserve.actors.base import Actor, Story
-from aserve.actors.text_request import Child, Ending, TextRequest, ending_of, resumed_children
+from aserve.actors.text_request import Ending, TextRequest, ending_of, resumed_children
 from aserve.actors.text_slices import sliced
 from aserve.channel import Channel, Sink
 from aserve.errors import BugError, ErrorInfo
-from aserve.messages.base import ChildKey, array_i32
+from aserve.messages.base import ChildKey
 from aserve.messages.output import (
     Amended,
     DetokenizerEvent,
@@ -28,11 +28,8 @@ from aserve.messages.output import (
     failed_chunk,
 )
 from aserve.messages.requests import Cancel, EngineEvent, OpenText
-from aserve.scheduling.reasoning import Reasoning
 from aserve.text.logprobs import scored_tokens, token_logprob
-from aserve.text.output import Released, SequenceText
-from aserve.text.prompt_text import PromptText
-from aserve.text.sampling_ids import end_ids
+from aserve.text.output import Released
 from aserve.text.tokenizer import TextTokenizer
 
 NOTHING = Released("", [], ())
@@ -60,12 +57,14 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
         self._deliver = deliver
         self._answer = answer
         self._engine = engine
+        # PERF: the state of a request has 1 kB, which one that waits does not need yet.
+        self._waiting: dict[str, OpenText] = {}
         self._requests: dict[str, TextRequest] = {}
         self._failed: dict[str, TextRequest] = {}  # ended here, but not all children have retired
 
     @property
     def num_requests(self) -> int:
-        return len(self._requests) + len(self._failed)
+        return len(self._waiting) + len(self._requests) + len(self._failed)
 
     async def run(self) -> None:
         async for events in sliced(self.inbox, self._num_children):
@@ -74,7 +73,8 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
 
     def _num_children(self, request_id: str) -> int:
         request = self._requests.get(request_id)
-        return len(request.children) if request else 1
+        opened = request.opened if request else self._waiting.get(request_id)
+        return opened.sampling.n if opened else 1
 
     def handle(self, events: list[DetokenizerEvent]) -> None:
         touched: dict[ChildKey, None] = {}  # in order of arrival
@@ -82,7 +82,7 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
         for event in events:
             match event:
                 case OpenText():
-                    self.attempt(event.request_id, self._open, event)
+                    self._waiting[event.request_id] = event
                     touched.update(resumed_children(event))
                 case StepOutput():
                     for output in event.sequences:
@@ -112,30 +112,14 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
         if not is_over:
             self._deliver(failed_chunk(request_id, error))
 
-    def _open(self, event: OpenText) -> None:
-        request = self._requests[event.request_id] = TextRequest(event)
-        for index in range(event.sampling.n):
-            reasoning = Reasoning(event.reasoning) if event.reasoning else None
-            request.children.append(Child(index, self._text_of(event), reasoning))
-        if event.prompt_texts:
-            request.prompt = PromptText(event, self._tokenizer)
-        for child, outputs in zip(request.children, event.outputs, strict=bool(event.outputs)):
-            child.resume(array_i32(outputs).tolist(), is_sent=not event.sends_outputs)
-        if request.prompt is not None and not request.children[0].sends_prompt:
-            request.prompt.skip()
-
-    def _text_of(self, opened: OpenText) -> SequenceText:
-        sampling = opened.sampling
-        shows_stop = sampling.include_stop_str_in_output
-        return SequenceText(
-            self._tokenizer.stream(
-                skip_special=sampling.skip_special_tokens, kept=sampling.kept_special_tokens
-            ),
-            stops=sampling.stop,
-            end_ids=() if shows_stop else end_ids(self._tokenizer, sampling),
-            min_tokens=sampling.min_tokens,
-            shows_stop=shows_stop,
-        )
+    def _find(self, request_id: str) -> TextRequest | None:
+        """Returns the state of an open request, which is made when its first event comes."""
+        opened = self._waiting.pop(request_id, None)
+        if opened is None:
+            return self._requests.get(request_id)
+        request = self._requests[request_id] = TextRequest(opened)
+        request.begin(self._tokenizer)
+        return request
 
     def _feed(self, output: SequenceOutput, touched: dict[ChildKey, None]) -> None:
         """Adds tokens to the text. Tokens after a stop string are dropped: they were in flight."""
@@ -184,12 +168,13 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
 
     def _refuse(self, event: Refused) -> None:
         if self._failed.pop(event.request_id, None) is None:
+            self._waiting.pop(event.request_id, None)
             self._requests.pop(event.request_id, None)
             self._deliver(failed_chunk(event.request_id, event.error))
 
     def _amend(self, event: Amended) -> None:
         """Adds stop strings, which count from here on, and passes the answer on."""
-        request = self._requests.get(event.amend.request_id)
+        request = self._find(event.amend.request_id)
         if request is not None and event.error is None:
             for state in event.sequences:
                 request.children[state.child].text.add_stops(event.amend.stop)
@@ -197,13 +182,13 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
 
     def _open_request(self, request_id: str) -> TextRequest | None:
         """Returns None for a request that ended here before the engine knew."""
-        request = self._requests.get(request_id)
+        request = self._find(request_id)
         if request is None and request_id not in self._failed:
             raise BugError(f"a message names request {request_id}, which is not open")
         return request
 
     def _send(self, request_id: str, index: int) -> None:
-        request = self._requests.get(request_id)
+        request = self._find(request_id)
         if request is None or request.children[index].is_finished:
             return
         child = request.children[index]
@@ -251,6 +236,6 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
         for requests in (self._requests, self._failed):
             request = requests.get(event.request_id)
             if request is not None:
-                request.retired.add(event.child)
+                request.num_retired += 1
                 if request.is_retired:
                     del requests[event.request_id]

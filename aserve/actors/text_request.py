@@ -8,12 +8,14 @@ from __future__ import annotations
 from typing import NamedTuple, assert_never
 
 from aserve.errors import DeadlineExceeded, ErrorInfo, ShuttingDown, StepError
-from aserve.messages.base import ChildKey, FinishReason
+from aserve.messages.base import ChildKey, FinishReason, array_i32
 from aserve.messages.output import Retired
 from aserve.messages.requests import OpenText
 from aserve.scheduling.reasoning import Reasoning
 from aserve.text.output import Released, SequenceText
 from aserve.text.prompt_text import PromptText
+from aserve.text.sampling_ids import end_ids
+from aserve.text.tokenizer import TextTokenizer
 
 
 class Ending(NamedTuple):
@@ -111,18 +113,31 @@ class Child:
 class TextRequest:
     """A request with at least one child that has not retired."""
 
-    __slots__ = ("children", "is_over", "opened", "prompt", "retired")
+    __slots__ = ("children", "is_over", "num_retired", "opened", "prompt")
 
     def __init__(self, opened: OpenText) -> None:
         self.opened = opened
         self.children: list[Child] = []
         self.prompt: PromptText | None = None  # set if the prompt is echoed or scored
         self.is_over = False  # its last chunk was sent
-        self.retired: set[int] = set()  # indices of children
+        self.num_retired = 0  # children
+
+    def begin(self, tokenizer: TextTokenizer) -> None:
+        """Makes the children, each after its known outputs."""
+        opened = self.opened
+        for index in range(opened.sampling.n):
+            reasoning = Reasoning(opened.reasoning) if opened.reasoning else None
+            self.children.append(Child(index, _text_of(opened, tokenizer), reasoning))
+        if opened.prompt_texts:
+            self.prompt = PromptText(opened, tokenizer)
+        for child, outputs in zip(self.children, opened.outputs, strict=bool(opened.outputs)):
+            child.resume(array_i32(outputs).tolist(), is_sent=not opened.sends_outputs)
+        if self.prompt is not None and not self.children[0].sends_prompt:
+            self.prompt.skip()
 
     @property
     def is_retired(self) -> bool:
-        return len(self.retired) == self.opened.sampling.n
+        return self.num_retired == self.opened.sampling.n
 
     @property
     def awaits_prompt(self) -> bool:
@@ -139,6 +154,20 @@ class TextRequest:
             touched[self.opened.request_id, index] = None
         else:
             touched.update(((self.opened.request_id, each.index), None) for each in self.children)
+
+
+def _text_of(opened: OpenText, tokenizer: TextTokenizer) -> SequenceText:
+    sampling = opened.sampling
+    shows_stop = sampling.include_stop_str_in_output
+    return SequenceText(
+        tokenizer.stream(
+            skip_special=sampling.skip_special_tokens, kept=sampling.kept_special_tokens
+        ),
+        stops=sampling.stop,
+        end_ids=() if shows_stop else end_ids(tokenizer, sampling),
+        min_tokens=sampling.min_tokens,
+        shows_stop=shows_stop,
+    )
 
 
 def resumed_children(opened: OpenText) -> dict[ChildKey, None]:

@@ -47,7 +47,7 @@ def array_f32(data: bytes) -> ArrayF32:
     return np.frombuffer(data, dtype=np.float32)
 
 
-def num_values(data: bytes) -> int:
+def num_values(data: bytes | bytearray) -> int:
     """Returns the length of an int32 or float32 array."""
     return len(data) // VALUE_BYTES
 

@@ -52,7 +52,7 @@ class RequestRecord(msgspec.Struct):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: dict[int, int] = {}  # by child
-    spans: list[Span] = []
+    spans: tuple[Span, ...] = ()
 
     def use(self, child: int, usage: Usage) -> int:
         """Notes the usage of a child so far. Returns its new tokens."""
@@ -66,12 +66,12 @@ class RequestRecord(msgspec.Struct):
         if not self.spans:
             return
         started_s = max(report.at_s, self.spans[-1].started_s)
-        self.spans.append(Span(report.state, started_s, report.num_chunks))
+        self.spans += (Span(report.state, started_s, report.num_chunks),)
         if len(self.spans) > MAX_SPANS:
             self.spans = thinned(self.spans)
 
 
-def thinned(spans: list[Span]) -> list[Span]:
+def thinned(spans: tuple[Span, ...]) -> tuple[Span, ...]:
     """Returns at most about half of the spans: the shorter ones become a part of the span before.
     The first and the last span stay.
     """
@@ -85,7 +85,7 @@ def thinned(spans: list[Span]) -> list[Span]:
             kept[-1].num_chunks += span.num_chunks
         else:
             kept.append(span)
-    return kept
+    return tuple(kept)
 
 
 class StepRecord(msgspec.Struct, frozen=True, gc=False):
@@ -128,7 +128,7 @@ class Recent:
         self.open[request.request_id] = record
         if now >= self._watched_until_s:
             return request
-        record.spans = [Span("tokenize", now)]
+        record.spans = (Span("tokenize", now),)
         started_s = now if request.started_s is None else request.started_s
         return msgspec.structs.replace(request, started_s=started_s)
 

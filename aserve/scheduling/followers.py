@@ -35,6 +35,8 @@ def follow(state: SchedulerState, sequence: Sequence, *, num_cached: int, most: 
     if leader is None or leader.priority > sequence.priority:
         return False
     num_alike = sequence.keys.num_common(leader.keys, start=num_cached + 1, stop=most)
+    if leader.followers is None:
+        leader.followers = {}
     leader.followers[sequence] = num_alike
     sequence.leader = leader
     state.num_followers += 1
@@ -43,6 +45,7 @@ def follow(state: SchedulerState, sequence: Sequence, *, num_cached: int, most: 
 
 def wake(state: SchedulerState, leader: Sequence) -> None:
     """After a commit: followers whose shared pages are all there wait in the queue again."""
+    assert leader.followers is not None
     num_pages = leader.cacheable_len // state.spec.page_size
     ready = [follower for follower, needs in leader.followers.items() if needs <= num_pages]
     for follower in ready:
@@ -53,13 +56,14 @@ def wake(state: SchedulerState, leader: Sequence) -> None:
 def abandon(state: SchedulerState, leader: Sequence) -> None:
     """The row was left: all its followers wait in the queue again."""
     _resign(state, leader)
-    for follower in list(leader.followers):
+    for follower in list(leader.followers or ()):
         unfollow(state, follower)
         state.waiting.add(follower)
 
 
 def unfollow(state: SchedulerState, follower: Sequence) -> None:
     assert follower.leader is not None
+    assert follower.leader.followers is not None
     del follower.leader.followers[follower]
     follower.leader = None
     state.num_followers -= 1

@@ -6,19 +6,18 @@ Its lengths and counts stand in the columns of rows.py while it has a row.
 from __future__ import annotations
 
 import hashlib
-from array import array
 from enum import Enum
 
 from aserve.cache.allocation import PageAllocation
 from aserve.cache.page_keys import PageKeys
 from aserve.errors import BugError
-from aserve.messages.base import array_i32
+from aserve.messages.base import num_values
 from aserve.messages.executor import DecodeCaps
 from aserve.messages.requests import AdmitRequest, SamplingParams
 from aserve.picture import page_digests
 from aserve.scheduling.clients import Client
 from aserve.scheduling.reasoning import Reasoning
-from aserve.scheduling.rows import NUM_CELLS, Cell, Cells, RowTable
+from aserve.scheduling.rows import NO_CELLS, Cell, Cells, RemainingCell, RowTable
 from aserve.scheduling.token_log import MaskState, TokenLog, max_kv_len, up_to_block, whole_blocks
 
 
@@ -33,13 +32,12 @@ def child_seed(seed: int, child: int) -> int:
 
 
 ONE_TOKEN = DecodeCaps()
-NO_CELLS = bytes(8 * NUM_CELLS)
 
 
 class Sequence:
     committed_len = Cell()
     scheduled_len = Cell()
-    remaining = Cell()
+    remaining = RemainingCell()
     num_flights = Cell()
     num_sampling = Cell()
     num_uncertain = Cell()
@@ -70,7 +68,6 @@ class Sequence:
         client: Client | None = None,
         caps: DecodeCaps = ONE_TOKEN,
     ) -> None:
-        prompt_ids = array_i32(request.prompt_ids)
         outputs = request.outputs[child] if request.outputs else b""
         self.request_id = request.request_id
         self.child = child
@@ -82,9 +79,9 @@ class Sequence:
         self.seed = child_seed(request.sampling.seed, child)
         self.end_ids = request.end_ids
         self.bad_word_ids = request.bad_word_ids
-        self.prompt_len = len(prompt_ids)
+        self.prompt_len = num_values(request.prompt_ids)
         self.set_max_tokens(request.sampling.max_tokens, caps)
-        self.tokens = TokenLog(prompt_ids, outputs)
+        self.tokens = TokenLog(request.prompt_ids, outputs)
         self.is_causal = request.is_causal
         self.max_step_tokens = caps.most_tokens(is_predicted=bool(request.prediction_ids))
         self.key_lookahead, self.block_len = caps.key_lookahead, caps.block_len
@@ -93,15 +90,13 @@ class Sequence:
         self.keys = PageKeys(keys, namespace=request.namespace)
         # Waiting sequences that need pages which this one is about to commit, each with their
         # number, and whom this one waits for: followers.py
-        self.followers: dict[Sequence, int] = {}
+        self.followers: dict[Sequence, int] | None = None
         self.leader: Sequence | None = None
         self.next_key: bytes | None = None
         self.phase = Phase.WAITING
         self.row = 0
         self.allocation: PageAllocation | None = None
-        self.cells: Cells = array("q", NO_CELLS)
-        self.remaining = self.tokens.num
-        self.cached_len = -1
+        self.cells: Cells = NO_CELLS
         self.num_retracted_for = 0  # rows that were retracted to make way for it
         self.has_ended = False  # its last token is known
         self.mask = MaskState() if request.sampling.grammar and self.max_tokens else None

@@ -19,6 +19,8 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from aserve.scheduling.token_log import TokenLog
+
 Column: TypeAlias = npt.NDArray[np.int64]
 Cells: TypeAlias = "array[int] | memoryview[int]"
 
@@ -104,11 +106,16 @@ class RowTable:
 
 
 NAMES = tuple(RowTable.__annotations__)
-NUM_CELLS = NAMES.index("num_tokens")
+NUM_CELLS, REMAINING = NAMES.index("num_tokens"), NAMES.index("remaining")
+# All sequences share these cells until one of their own is written, so most that wait have none.
+NO_CELLS: Cells = memoryview(
+    array("q", [-(name == "cached_len") for name in NAMES[:NUM_CELLS]]).tobytes()
+).cast("q")
 
 
 class HasCells(Protocol):
     cells: Cells
+    tokens: TokenLog
 
 
 class Cell:
@@ -121,4 +128,16 @@ class Cell:
         return sequence.cells[self._index]
 
     def __set__(self, sequence: HasCells, value: int) -> None:
+        if sequence.cells is NO_CELLS:
+            sequence.cells = array("q", NO_CELLS)
+            sequence.cells[REMAINING] = sequence.tokens.num
         sequence.cells[self._index] = value
+
+
+class RemainingCell(Cell):
+    """The cell of `remaining`, which begins as the number of all tokens."""
+
+    def __get__(self, sequence: HasCells, owner: type) -> int:
+        return (
+            sequence.tokens.num if sequence.cells is NO_CELLS else super().__get__(sequence, owner)
+        )

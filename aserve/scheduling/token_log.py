@@ -6,7 +6,7 @@ from array import array
 
 import msgspec
 
-from aserve.messages.base import ArrayI32, array_i32
+from aserve.messages.base import VALUE_BYTES, ArrayI32, array_i32, num_values
 from aserve.messages.executor import DecodeCaps
 from aserve.messages.results import RowDrafts
 
@@ -19,14 +19,14 @@ class TokenLog:
 
     __slots__ = ("_prompt", "outputs", "prefill_len")
 
-    def __init__(self, prompt_ids: ArrayI32, outputs: bytes) -> None:
-        self._prompt = prompt_ids
+    def __init__(self, prompt_ids: bytes, outputs: bytes) -> None:
+        self._prompt = prompt_ids  # PERF: an array would have 112 bytes more
         self.outputs = array("i", outputs)
         self.prefill_len = 0
 
     @property
     def num(self) -> int:
-        return len(self._prompt) + len(self.outputs)
+        return num_values(self._prompt) + len(self.outputs)
 
     def span(self, start: int, stop: int) -> ArrayI32:
         """tokens[start:stop], cut at what is known."""
@@ -34,16 +34,16 @@ class TokenLog:
 
     def packed(self, start: int, stop: int) -> bytes:
         """Returns the same tokens as the bytes of an array."""
-        num_prompt = len(self._prompt)
+        num_prompt = num_values(self._prompt)
         if start >= num_prompt:
             return self.outputs[start - num_prompt : stop - num_prompt].tobytes()
-        known = self._prompt[start:stop].tobytes()
+        known = self._prompt[VALUE_BYTES * start : VALUE_BYTES * stop]
         return known + self.outputs[: max(stop - num_prompt, 0)].tobytes()
 
     def at(self, position: int) -> int:
-        num_prompt = len(self._prompt)
+        num_prompt = num_values(self._prompt)
         if position < num_prompt:
-            return int(self._prompt[position])
+            return int(array_i32(self._prompt)[position])
         return self.outputs[position - num_prompt]
 
     def final_len(self, committed_len: int, block_len: int) -> int:

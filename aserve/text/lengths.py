@@ -89,6 +89,8 @@ def resolve_lengths(
             param="min_tokens",
             code="integer_above_max_value",
         )
+    if max_tokens == asked:
+        return sampling
     return msgspec.structs.replace(sampling, max_tokens=max_tokens)
 
 

@@ -15,12 +15,15 @@ from aserve.actors.detokenizer import DetokenizerActor
 from aserve.channel import Channel
 from aserve.errors import ErrorInfo, QueueFull
 from aserve.messages.base import FinishReason, array_i32, pack_i32
+from aserve.messages.changes import Amend
 from aserve.messages.output import (
+    Amended,
     DetokenizerEvent,
     OutputChunk,
     Refused,
     Retired,
     SequenceOutput,
+    SequenceState,
     StepOutput,
     Usage,
 )
@@ -331,3 +334,22 @@ def test_when_the_scored_child_fails_the_others_still_end() -> None:
         (1, "length", None),
     ]
     assert [chunk.is_last for chunk in chunks] == [False, True]
+
+
+def test_a_request_that_waits_has_no_text_until_its_first_output() -> None:
+    bench = Bench()
+    bench.handle(opened(n=3))
+    assert (bench.actor._requests, bench.actor.num_requests) == ({}, 1)
+    assert bench.actor._num_children("r") == 3, "so many times are the scores of its prompt sent"
+    bench.handle(output(IDS, child=1))
+    assert len(bench.actor._requests["r"].children) == 3
+
+
+def test_stop_strings_that_a_waiting_request_gets_end_its_output() -> None:
+    bench = Bench()
+    bench.handle(opened())
+    state = SequenceState(0, "waiting", 11, 0, 16, 0)
+    bench.handle(Amended(Amend("r", 1, stop=(" stop",)), (state,)))
+    (chunk,) = bench.handle(output(IDS))
+    assert (chunk.finish_reason, chunk.stop_reason) == ("stop", " stop")
+    assert bench.text == TEXT[: TEXT.index(" stop")]

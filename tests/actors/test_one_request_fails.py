@@ -16,6 +16,7 @@ from aserve.actors import tokenizer as tokenizer_module
 from aserve.actors.deadlines import RequestTimers
 from aserve.actors.detokenizer import DetokenizerActor
 from aserve.actors.scheduler import SchedulerActor
+from aserve.actors.text_request import TextRequest
 from aserve.engine import Answer, Engine, GenerationError
 from aserve.frontend import Frontend
 from aserve.messages.output import OutputChunk, Refused, Retired, SequenceOutput
@@ -66,9 +67,10 @@ STEPS = [
     Step(tokenizer_module.TokenizerActor, "_pass_on", is_after=False),
     *(
         Step(DetokenizerActor, name, after)
-        for name in ("_open", "_feed", "_retire", "_send")
+        for name in ("_feed", "_retire", "_send")
         for after in BOTH
     ),
+    *(Step(TextRequest, "begin", after) for after in BOTH),
     *(Step(Frontend, "_deliver", after, only_once=True) for after in BOTH),
     *(Step(Gateway, "deliver", after, only_once=True) for after in BOTH),
     *(Step(RequestStream, "put", after, only_once=True) for after in BOTH),
@@ -90,6 +92,8 @@ def names_guilty(values: tuple[Any, ...]) -> bool:
 def id_of(value: Any) -> str | None:
     if isinstance(value, Prepared):
         return value.open.request_id
+    if isinstance(value, TextRequest):
+        return value.opened.request_id
     if isinstance(value, NAMED):
         return value.request_id
     return value if isinstance(value, str) else None

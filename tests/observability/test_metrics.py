@@ -335,7 +335,7 @@ def test_states_and_chunks_are_recorded_of_what_arrives_while_somebody_watches()
 
 
 def test_a_long_request_keeps_its_longest_spans_and_all_its_chunks() -> None:
-    record = RequestRecord("a", 0, spans=[Span("tokenize", 0)])
+    record = RequestRecord("a", 0, spans=(Span("tokenize", 0),))
     now_s = 0.0
     for number in range(1000):
         is_long = number % 100 == 0

@@ -11,6 +11,7 @@ from aserve.cache.kv_cache import KvCache
 from aserve.messages.base import array_i32
 from aserve.messages.output import Refused, Retired
 from aserve.messages.step import ScheduleBatch
+from aserve.scheduling.rows import NO_CELLS
 from tests.scheduling.stage import Stage, cancel, query_lens, request, result, rows, spec
 
 
@@ -86,3 +87,14 @@ def test_a_follower_that_is_cancelled_leaves_nothing_behind() -> None:
     state = stage.scheduler.state
     assert (state.num_followers, state.num_waiting) == (0, 0)
     assert not any(row.followers for row in state.running.values())
+
+
+def test_waiting_sequences_share_their_cells_until_one_is_looked_at() -> None:
+    stage = Stage(spec(max_rows=1))
+    stage.play(request("a", [1, 2, 3]), request("b", [4, 5]), request("c", [6, 7, 8, 9]))
+    waiting = {sequence.request_id: sequence for sequence in stage.scheduler.state.waiting}
+    assert all(each.cells is NO_CELLS for each in waiting.values())
+    left = {name: (each.remaining, each.cached_len) for name, each in waiting.items()}
+    assert left == {"b": (2, -1), "c": (4, -1)}
+    waiting["b"].is_blocked = True
+    assert (waiting["b"].remaining, waiting["b"].cached_len, waiting["c"].is_blocked) == (2, -1, 0)

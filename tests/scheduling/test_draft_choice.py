@@ -308,7 +308,7 @@ def test_the_level_of_a_match_is_that_of_the_longest_suffix_that_occurred_before
         if any(part[-length:] == tokens[-length:] for part in before if len(part) >= length)
     ]
     longest = max(lengths, default=0)
-    log = TokenLog(np.array(tokens[:7], np.int32), pack_i32(tokens[7:]))
+    log = TokenLog(pack_i32(tokens[:7]), pack_i32(tokens[7:]))
     assert match_levels([log, log]) == [sum(longest >= least for least in LENGTHS)] * 2
 
 
@@ -326,8 +326,7 @@ def test_rows_that_repeat_themselves_draft_and_others_try_nothing() -> None:
     table.max_step_tokens[rows], table.next_attempt[rows] = 8, 100
     texts = {1: [*range(20, 30), *range(20, 28)], 2: [5, 6, 7, 8, 5, 6]}
     running: Any = {
-        row: SimpleNamespace(tokens=TokenLog(np.array(text, np.int32), b""))
-        for row, text in texts.items()
+        row: SimpleNamespace(tokens=TokenLog(pack_i32(text), b"")) for row, text in texts.items()
     }
     for _ in range(2):  # the first time is a probe of plain steps
         choice._hold = 0
@@ -348,7 +347,7 @@ class LookingRow:
         self.table, self.rows, self.answers = RowTable(4), np.array([1]), answers
         self.table.max_step_tokens[1] = 8
         self.table.remaining[1] = 1
-        self.log = TokenLog(np.arange(12, dtype=np.int32), b"")
+        self.log = TokenLog(pack_i32([*range(12)]), b"")
         self.num_steps = 0
 
     def step(self, token: int) -> int:
