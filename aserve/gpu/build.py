@@ -254,7 +254,6 @@ def _target(device: Device, options: BuildOptions, form: WeightFormat, ops: Devi
         beside=unsupported
         | {
             "--enable-two-batch-overlap": options.two_batches,
-            "--expert-parallel-size": experts,
         },
     )
 

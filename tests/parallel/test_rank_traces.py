@@ -55,6 +55,7 @@ LAYOUTS: Mapping[str, tuple[dict[str, Any], str]] = {
         {"expert_parallel_size": 4, "all2all_backend": "deepep_high_throughput"},
         "moe",
     ),
+    "ep 2 x pp 2": ({"expert_parallel_size": 2, "pipeline_parallel_size": 2}, "moe"),
 }
 # Drafters with the folder of their weights. Over the seeds, each meets each layout.
 PAIRED = {

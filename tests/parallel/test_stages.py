@@ -143,8 +143,10 @@ def test_rank_0_is_in_the_last_stage() -> None:
 
 def test_what_does_not_go_with_stages_is_refused() -> None:
     pipeline = Pipeline(Stage(0, 2))
-    with pytest.raises(ConfigError, match="--expert-parallel-size does not go with stages"):
-        pipeline.target(HOST, beside={"--expert-parallel-size": 4, "--enable-hisparse": None})
+    with pytest.raises(ConfigError, match="--enable-two-batch-overlap does not go with stages"):
+        pipeline.target(
+            HOST, beside={"--enable-two-batch-overlap": True, "--enable-hisparse": None}
+        )
     loader, _ = make_loader(MODEL_DIR)
     with pytest.raises(ConfigError, match="cannot be divided among 99 stages"):
         loader.load(LoadPlan(torch.float32, target=Target(stage=Stage(0, 99))))

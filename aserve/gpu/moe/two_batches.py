@@ -11,7 +11,7 @@ Source: DeepSeek-V3's report, https://arxiv.org/abs/2412.19437, section 3.2.1
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import TypeAlias
 
 import torch
@@ -21,7 +21,7 @@ from aserve.errors import BugError, ConfigError
 from aserve.gpu.attention.base import AttentionBackend
 from aserve.gpu.decode.base import OnPublish
 from aserve.gpu.models.base import Attend, CausalModel
-from aserve.gpu.models.decoder import Decoder
+from aserve.gpu.models.decoder import Block, Decoder
 from aserve.gpu.moe.layer import ExpertMlp
 from aserve.gpu.moe.shortcut_decoder import ShortcutDecoder
 from aserve.gpu.step.forward_batch import ForwardBatch
@@ -101,11 +101,15 @@ def expert_layers(model: CausalModel) -> tuple[ExpertMlp, ...]:
     """Returns the mixtures of experts of a decoder, in the order of its layers."""
     match model:
         case Decoder():
-            return tuple(block.mlp for block in model.blocks if isinstance(block.mlp, ExpertMlp))
+            return experts_of(model.blocks)
         case ShortcutDecoder():
             return model.shortcuts
         case _:
             return ()
+
+
+def experts_of(blocks: Sequence[Block]) -> tuple[ExpertMlp, ...]:
+    return tuple(block.mlp for block in blocks if isinstance(block.mlp, ExpertMlp))
 
 
 def in_turns(first: Stages, second: Stages) -> Stages:

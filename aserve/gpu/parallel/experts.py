@@ -9,12 +9,13 @@ from aserve.gpu.models.base import CausalModel
 from aserve.gpu.moe.deepep import LowLatencyDispatcher, NormalDispatcher
 from aserve.gpu.moe.dispatch import Dispatcher
 from aserve.gpu.moe.layer import ExpertMlp, GatedExperts
-from aserve.gpu.moe.two_batches import expert_layers
+from aserve.gpu.moe.two_batches import expert_layers, experts_of
 from aserve.gpu.parallel.balancer import BalancedDispatcher, ExpertMoves
 from aserve.gpu.parallel.collectives import ALONE, Collectives, ProcessGroup
 from aserve.gpu.parallel.exchange import GroupExchange, all_to_all_of
 from aserve.gpu.parallel.replicated_tokens import SlicedDispatcher, SummedDispatcher
 from aserve.gpu.parallel.source import PlacedExperts
+from aserve.gpu.parallel.stages import StagedDecoder
 from aserve.gpu.weights.source import ExpertPart
 from aserve.parallel.topology import Coordinates
 
@@ -39,8 +40,10 @@ class ExpertRanks:
     def place_experts(self, model: CausalModel) -> None:
         """Connects the experts of a model that was built for `part`. Raises ConfigError for a
         model of which no expert, or not all experts, can be placed."""
-        layers = expert_layers(model)
-        if not layers or not all(len(_placed(mlp)) == 2 for mlp in layers):
+        every = layers = expert_layers(model)
+        if isinstance(model, StagedDecoder):
+            every, layers = expert_layers(model.decoder), experts_of(model.blocks)
+        if not every or not all(len(_placed(mlp)) == 2 for mlp in layers):
             raise ConfigError(
                 "--expert-parallel-size is for models with experts that have native code, and a "
                 "tensor for each expert in the checkpoint; leave it out",
