@@ -19,7 +19,7 @@ from aserve.messages.base import num_values
 from aserve.messages.changes import Amend
 from aserve.messages.output import OutputChunk, failed_chunk
 from aserve.messages.requests import Cancel, GenerateRequest
-from aserve.unread import MAX_UNREAD_BYTES, Unread, UnreadAnswer
+from aserve.unread import MAX_UNREAD_BYTES, IdleAlarm, Unread, UnreadAnswer
 
 
 @dataclass(slots=True)
@@ -172,8 +172,8 @@ class RequestStream:
     """The output chunks of one call, for one reader."""
 
     __slots__ = (
-        *("_is_unread", "_leave", "_max_unread_bytes", "_num_open", "_on_unread", "_pending"),
-        *("_request_ids", "_waiter"),
+        *("_alarm", "_is_unread", "_leave", "_max_unread_bytes", "_num_open", "_on_unread"),
+        *("_pending", "_request_ids", "_waiter"),
     )
 
     def __init__(
@@ -190,12 +190,13 @@ class RequestStream:
         self._max_unread_bytes = max_unread_bytes
         self._pending: Unread | None = None  # made when the first chunk comes
         self._waiter: asyncio.Future[None] | None = None
+        self._alarm: IdleAlarm | None = None
         self._is_unread = False
         self._on_unread: Callable[[], None] | None = None
 
     @property
     def unread_bytes(self) -> int:
-        return self._pending.size_bytes if self._pending else 0
+        return 0 if self._pending is None else self._pending.size_bytes
 
     def bound_unread(self, on_unread: Callable[[], None]) -> None:
         """Bounds the unread bytes from now on. Above the bound the requests are cancelled,
@@ -218,20 +219,24 @@ class RequestStream:
     def cancel(self) -> None:
         """Cancels the requests that still run and drops the unread chunks."""
         self._num_open, self._pending = 0, None
+        if self._alarm is not None:
+            self._alarm.stop()
         for request_id in self._request_ids:
             self._leave(request_id)
         self._wake()
 
     async def batches(self, *, idle_s: float | None = None) -> AsyncIterator[list[OutputChunk]]:
         """Yields the chunks that have come since the last batch, one per child, or an empty batch
-        after `idle_s` without a chunk. Much output is yielded in several batches, one per loop
-        iteration.
+        after each `idle_s` without a chunk; then `cancel` must follow. Much output is yielded in
+        several batches, one per loop iteration.
 
         The last chunk of a request has `is_last`; the iteration ends after that of every request.
         """
+        if idle_s is not None:
+            self._alarm = IdleAlarm(idle_s, self._wake)
         while self._pending or self._num_open:
             if not self._pending:
-                await self._arrival(idle_s)  # PERF: a future, not a coroutine, which has 272 bytes
+                await self._arrival()  # PERF: a future, not a coroutine, which has 272 bytes
             batch = self._pending.take() if self._pending else []
             if batch or self._num_open:
                 yield batch
@@ -248,12 +253,10 @@ class RequestStream:
             for chunk in chunks:
                 yield chunk
 
-    def _arrival(self, idle_s: float | None) -> asyncio.Future[None]:
-        loop = asyncio.get_running_loop()
-        self._waiter = waiter = loop.create_future()
-        if idle_s is not None:
-            alarm = loop.call_later(idle_s, self._wake)
-            waiter.add_done_callback(lambda _: alarm.cancel())
+    def _arrival(self) -> asyncio.Future[None]:
+        self._waiter = waiter = asyncio.get_running_loop().create_future()
+        if self._alarm is not None:
+            self._alarm.reset()
         return waiter
 
     def _wake(self) -> None:

@@ -1,11 +1,12 @@
-"""A buffer of unread output chunks, which coalesces them and counts their bytes.
-
-One RequestStream writes it.
+"""A buffer of unread output chunks, which coalesces them and counts their bytes, and the alarm of a
+reader for whom none comes. One RequestStream writes them.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 
@@ -64,7 +65,10 @@ class Unread:
         """
         batch: list[OutputChunk] = []
         room = BATCH_BYTES
-        for key, queue in sorted(self._queues.items(), key=_is_ended):
+        queues = [*self._queues.items()]
+        if len(queues) > 1:
+            queues.sort(key=_is_ended)
+        for key, queue in queues:
             taken: list[OutputChunk] = []
             while queue and room > 0:
                 sized = queue.popleft()
@@ -78,6 +82,37 @@ class Unread:
             if room <= 0:
                 break
         return batch
+
+
+class IdleAlarm:
+    """Calls `wake` when `idle_s` have passed since the last `reset` or call.
+
+    PERF: it has one timer, which looks at the time when it fires. A timer for each wait took 7 % of
+    the CPU time of a streamed token.
+    """
+
+    __slots__ = ("_idle_s", "_loop", "_since_s", "_timer", "_wake")
+
+    def __init__(self, idle_s: float, wake: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._idle_s = idle_s
+        self._wake = wake
+        self._since_s = self._loop.time()
+        self._timer = self._loop.call_later(idle_s, self._look)
+
+    def reset(self) -> None:
+        self._since_s = self._loop.time()
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        left_s = self._since_s + self._idle_s - self._loop.time()
+        if left_s <= 0:
+            self._wake()
+            self.reset()
+            left_s = self._idle_s
+        self._timer = self._loop.call_later(left_s, self._look)
 
 
 def _is_ended(item: tuple[ChildKey, deque[Sized]]) -> bool:

@@ -237,3 +237,21 @@ async def test_a_call_that_no_engine_could_ever_admit_is_refused_with_the_number
         assert caught.value.info().status == 400
     bench.gateway.open(group("a", 20))
     assert len(bench.submitted) == 1
+
+
+async def test_a_silent_stream_yields_empty_batches_and_a_busy_one_none() -> (
+    None
+):
+    bench = Bench()
+    request_stream = bench.gateway.open(request("r"))
+    batches = request_stream.batches(idle_s=0.15)
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(30):
+        for _ in range(30):
+            loop.call_later(0.01, bench.gateway.deliver, chunk("r", "a"))
+            assert await anext(batches), "it is never idle for so long"
+        since_s = loop.time()
+        assert [await anext(batches) for _ in range(2)] == [[], []]
+    assert loop.time() - since_s > 0.25
+    request_stream.cancel()
+    assert [batch async for batch in batches] == []

