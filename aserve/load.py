@@ -168,7 +168,7 @@ def _among_ranks(
     from aserve.gpu.device.ranks import JoinOptions, join_ranks, rank_backend
 
     backend = rank_backend(device)
-    if not backend.has_host_tensors:
+    if backend.open_link is not None:
         _refuse_host_exchange(resolved)
     own = place.in_stage
     # PERF: on shared cores each of several steps would have a part of the threads, and read all
@@ -182,7 +182,7 @@ def _among_ranks(
         options,
         depth=depth,
         ranks=join_ranks(device, own, patience, join),
-        pipeline=_pipeline(place, patience, options.speculative),
+        pipeline=_pipeline(device, place, patience, options.speculative),
         data_parallel=place.has_own_rows,
         num_processes=place.num_on_node,
         num_at_once=place.num_ranks if takes_turns else place.num_on_node,
@@ -198,15 +198,13 @@ def _refuse_host_exchange(resolved: Resolved) -> None:
     all_to_all = resolved.experts.all2all_backend
     is_divided = resolved.expert_parallel_size > 1
     asked = {
-        "--pipeline-parallel-size": resolved.machine.pipeline_parallel_size > 1,
         f"--all2all-backend {all_to_all}": is_divided and all_to_all in EXCHANGING,
         "--enable-eplb": resolved.experts.enable_eplb,
     }
     if flags := [flag for flag, is_asked in asked.items() if is_asked]:
         raise ConfigError(
             f"{' and '.join(flags)}: this travels from the memory of the CPU, so it is not for "
-            "ranks on GPUs; use --tensor-parallel-size, --expert-parallel-size with the default "
-            "--all2all-backend, or --enable-dp-attention there, or give --device cpu",
+            "ranks on GPUs; leave it out there, or give --device cpu",
             param="device",
         )
 
@@ -280,7 +278,10 @@ def _expert_ranks(
     )
 
 
-def _pipeline(place: Coordinates, patience: Patience, drafts: SpecOptions | None) -> Pipeline:
+def _pipeline(
+    device: Device, place: Coordinates, patience: Patience, drafts: SpecOptions | None
+) -> Pipeline:
+    from aserve.gpu.device.ranks import rank_backend
     from aserve.gpu.parallel.collectives import GroupCollectives
     from aserve.gpu.parallel.pipe import open_pipe
     from aserve.gpu.parallel.stages import UNDIVIDED, WITHOUT_MODEL, Pipeline
@@ -292,7 +293,9 @@ def _pipeline(place: Coordinates, patience: Patience, drafts: SpecOptions | None
     world = GroupCollectives(place.among_all, patience)
     has_drafter = drafts is not None and drafts.algorithm != WITHOUT_MODEL
     stage = Stage(place.stage, count, has_drafter)
-    return Pipeline(stage, open_pipe(place, world), world)
+    open_link = rank_backend(device).open_link
+    link = None if open_link is None else open_link(device, place, patience, world)
+    return Pipeline(stage, open_pipe(place, world, link), world)
 
 
 def _hisparse(resolved: Resolved) -> HiSparseConfig | None:

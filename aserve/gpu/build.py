@@ -384,12 +384,14 @@ class _Parts:
     @property
     def graph_limits(self) -> GraphLimits:
         """NOTE: ranks meet within a forward in collectives of the host, HiSparse keeps state on the
-        host, and halves of a batch run in turns, so their forwards are captured in no form."""
+        host, and halves of a batch run in turns, so their forwards are captured in no form. Stages
+        ask each other within a step, so theirs are not captured either."""
         options = self.options
-        is_divided = options.ranks.num_ranks > 1 or options.pipeline != UNDIVIDED
+        is_staged = options.pipeline != UNDIVIDED
+        is_divided = options.ranks.num_ranks > 1 or is_staged
         return GraphLimits.of(
             self.device,
-            options.graph_rows,
+            0 if is_staged else options.graph_rows,
             None if is_divided or options.hisparse or options.two_batches else options.piece_tokens,
             max_rows=self.max_rows,
             max_tokens=self.max_batched_tokens,

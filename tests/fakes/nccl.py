@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ class Links:
         self.num_ranks = num_ranks
         self.changed = threading.Condition()
         self.parts: defaultdict[int, dict[int, Tensor]] = defaultdict(dict)
+        self.sent: dict[tuple[int, int], Tensor] = {}  # by sender and receiver, until it is taken
 
 
 class FakeNccl:
@@ -57,6 +59,32 @@ class FakeNccl:
 
         self.cuda.ask(Work("an all-gather", *blocks, run))
 
+    def send(self, tensors: list[Tensor], rank: int, _tag: int, /) -> None:
+        """It ends when the other rank has received."""
+        [x] = tensors
+        twin, links, pair = self.cuda._twin(x), self._links, (self._rank, rank)
+
+        def run() -> None:
+            with links.changed:
+                links.sent[pair] = twin.clone()
+                self._until(lambda: pair not in links.sent)
+            self.met.append(tuple(twin.shape))
+
+        self.cuda.ask(Work("a send", [self.cuda._block(x)], [], run))
+
+    def recv(self, tensors: list[Tensor], rank: int, _tag: int, /) -> None:
+        [x] = tensors
+        twin, links, pair = self.cuda._twin(x), self._links, (rank, self._rank)
+
+        def run() -> None:
+            with links.changed:
+                self._until(lambda: pair in links.sent)
+                twin.copy_(links.sent.pop(pair))
+                links.changed.notify_all()
+            self.met.append(tuple(twin.shape))
+
+        self.cuda.ask(Work("a receive", [], [self.cuda._block(x)], run))
+
     def abort(self) -> None:
         """What waits for another rank fails."""
         with self._links.changed:
@@ -68,12 +96,16 @@ class FakeNccl:
         parts = links.parts[len(self.met)]
         with links.changed:
             parts[self._rank] = own.clone()
-            links.changed.notify_all()
-            links.changed.wait_for(lambda: self.has_aborted or len(parts) == links.num_ranks)
-        if self.has_aborted:
-            raise RuntimeError("NCCL was aborted")
+            self._until(lambda: len(parts) == links.num_ranks)
         self.met.append(tuple(own.shape))
         return [parts[rank] for rank in range(links.num_ranks)]
+
+    def _until(self, is_done: Callable[[], bool]) -> None:
+        """Waits for the other ranks. The caller holds `changed`."""
+        self._links.changed.notify_all()
+        self._links.changed.wait_for(lambda: self.has_aborted or is_done())
+        if self.has_aborted:
+            raise RuntimeError("NCCL was aborted")
 
 
 def joined_on(

@@ -10,6 +10,7 @@ from aserve.errors import ConfigError
 from aserve.gpu.device.base import Device
 from aserve.gpu.device.cuda.device import CudaDevice
 from aserve.gpu.parallel.collectives import ALONE, Collectives, collectives_of
+from aserve.gpu.parallel.pipe import DeviceLink
 from aserve.parallel.topology import Coordinates, Patience
 
 
@@ -27,11 +28,19 @@ class Join(Protocol):
     ) -> Collectives: ...
 
 
+class OpenLink(Protocol):
+    """Meets the neighbouring stages, together with all ranks of `world`. Raises RankLost."""
+
+    def __call__(
+        self, device: Device, place: Coordinates, patience: Patience, world: Collectives, /
+    ) -> DeviceLink: ...
+
+
 @dataclass(frozen=True, slots=True)
 class RankBackend:
     join: Join
     shares_memory: bool  # the ranks of a machine share the device's memory
-    has_host_tensors: bool  # sockets and gloo can carry them
+    open_link: OpenLink | None = None  # None: tensors are on the host, and sockets carry them
 
 
 def join_on_host(
@@ -57,10 +66,21 @@ def join_on_cuda(
     return ranks
 
 
+def link_on_cuda(
+    device: Device, place: Coordinates, patience: Patience, world: Collectives, /
+) -> DeviceLink:
+    from aserve.gpu.parallel.nccl import link_by_nccl
+
+    assert isinstance(device, CudaDevice)
+    link, watch = link_by_nccl(place, patience, device.torch_device, world)
+    device.watch_waits(watch.waiting)
+    return link
+
+
 # By the type of torch's device.
 BACKENDS: Mapping[str, RankBackend] = {
-    "cpu": RankBackend(join_on_host, shares_memory=True, has_host_tensors=True),
-    "cuda": RankBackend(join_on_cuda, shares_memory=False, has_host_tensors=False),
+    "cpu": RankBackend(join_on_host, shares_memory=True),
+    "cuda": RankBackend(join_on_cuda, shares_memory=False, open_link=link_on_cuda),
 }
 
 

@@ -36,6 +36,10 @@ class DeviceGroup(Protocol):
         self, every: Tensor, own: Tensor, options: AllgatherOptions, /
     ) -> Work | None: ...
 
+    def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> Work | None: ...
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> Work | None: ...
+
     def abort(self) -> None: ...
 
 
@@ -90,6 +94,37 @@ class DeviceCollectives:
 
     def least(self, number: int) -> int:
         return self.host.least(number)
+
+
+class GroupLink:
+    """A `DeviceLink` between two neighbours of a group of all stages' ranks."""
+
+    __slots__ = ("_after", "_before", "_group", "device")
+
+    def __init__(
+        self, group: DeviceGroup, device: torch.device, *, before: int, after: int
+    ) -> None:
+        self._group, self._before, self._after = group, before, after
+        self.device = device
+
+    def send(self, data: Tensor) -> None:
+        _wait(self._group.send([data], self._after, 0))
+
+    def receive(self, into: Tensor) -> None:
+        _wait(self._group.recv([into], self._before, 0))
+
+    def is_right(self, own: int, *, is_first: bool) -> bool:
+        """Sends a number around the ring, and returns whether that of the rank before came. It
+        blocks. NOTE: the first call between two ranks may wait for the other one, so all stages but
+        the first one receive before they send."""
+        sent = torch.full((1,), own % 256, dtype=torch.uint8, device=self.device)
+        received = torch.empty_like(sent)
+        if is_first:
+            self.send(sent)
+        self.receive(received)
+        if not is_first:
+            self.send(sent)
+        return bool((received == self._before % 256).all())
 
 
 def _wait(work: Work | None) -> None:

@@ -18,9 +18,10 @@ from aserve.config import set_environment
 from aserve.errors import ConfigError
 from aserve.gpu.parallel.all_reduce import BUFFER_BYTES, AllReduce, GatheredSum, symmetric_sums
 from aserve.gpu.parallel.collectives import COLLECTIVE_S, Collectives, GroupCollectives
-from aserve.gpu.parallel.device_collectives import DeviceCollectives, DeviceGroup
+from aserve.gpu.parallel.device_collectives import DeviceCollectives, DeviceGroup, GroupLink
 from aserve.gpu.parallel.flashinfer_sums import flashinfer_sum_norm
 from aserve.gpu.parallel.meeting import store_of
+from aserve.gpu.parallel.pipe import neighbours
 from aserve.gpu.parallel.rank_watch import RankWatch
 from aserve.parallel.topology import Coordinates, Patience, RankLost
 
@@ -39,8 +40,6 @@ def join_by_nccl(
 ) -> tuple[DeviceCollectives, RankWatch]:
     """Meets the other ranks, each with a device of its own. `uses_peers` lets them sum through each
     other's memory."""
-    # See rank_watch.py: the watch does what torch's would do by the end of the process.
-    set_environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", wins=True)
     host = GroupCollectives(place, patience)
     group = nccl_group(place)
     watch = RankWatch(place, patience, group.abort)
@@ -67,7 +66,30 @@ def join_by_nccl(
     return ranks, watch
 
 
+def link_by_nccl(
+    place: Coordinates, patience: Patience, device: torch.device, world: Collectives
+) -> tuple[GroupLink, RankWatch]:
+    """Meets the ranks of the stages before and after this one. All ranks of `world` do so together.
+    The watch is for all of them."""
+    group = nccl_group(place.among_all)
+    watch = RankWatch(place.among_all, patience, group.abort)
+    world.least(0)
+    watch.start()
+    before, after = neighbours(place)
+    link = GroupLink(group, device, before=before, after=after)
+    try:
+        with watch.waiting():
+            is_right = link.is_right(place.rank, is_first=place.stage == 0)
+    except RuntimeError as error:
+        raise RankLost(f"the stages did not meet by NCCL: {error}") from error
+    if not is_right:
+        raise RankLost("NCCL has sent wrongly; `aserve doctor` shows the links between the GPUs")
+    return link, watch
+
+
 def nccl_group(place: Coordinates) -> DeviceGroup:
+    # See rank_watch.py: the watch does what torch's would do by the end of the process.
+    set_environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", wins=True)
     try:
         from torch.distributed import ProcessGroupNCCL
     except ImportError:

@@ -5,6 +5,9 @@ Stages are processes in a ring, joined by Unix sockets on one machine and by TCP
 message is a header and the bytes of one tensor. It names its step, because a stage that has failed
 drops steps which the stage before it has sent: what is older than the step that it asks for is
 thrown away, and what is newer is kept.
+
+Between devices only the header goes through the socket, when the host of the stage before has
+launched its step. The tensor goes by a `DeviceLink`, for which no host waits.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import socket
 import struct
 import weakref
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,13 +29,36 @@ HEADER = struct.Struct("<qq")  # iteration, bytes
 STEP_S = 60.0  # for a neighbour's step, which may compile or compute a long chunk
 
 
+class DeviceLink(Protocol):
+    """Sends bytes between the devices of neighbouring stages, on the stream of the caller. Each
+    `send` needs a `receive` of as many bytes by the next stage."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def send(self, data: Tensor) -> None:
+        """data uint8 [bytes], to the next stage."""
+
+    def receive(self, into: Tensor) -> None:
+        """into uint8 [bytes], from the stage before."""
+
+
 class Pipe:
     """The two ends that one stage has. A neighbour that is lost ends the caller with RankLost."""
 
-    __slots__ = ("__weakref__", "_after", "_before", "_kept")
+    __slots__ = ("__weakref__", "_after", "_before", "_kept", "_link", "device", "is_buffered")
 
-    def __init__(self, before: socket.socket | None, after: socket.socket | None) -> None:
-        """before: to the stage before this one; after: to the next one. None: it is not used."""
+    def __init__(
+        self,
+        before: socket.socket | None,
+        after: socket.socket | None,
+        link: DeviceLink | None = None,
+    ) -> None:
+        """before: to the stage before this one; after: to the next one. None: it is not used.
+        Tensors are on the device of `link`, or on the CPU."""
+        self.device = torch.device("cpu") if link is None else link.device
+        self.is_buffered = link is None  # a message may be sent before the next stage receives
+        self._link = link
         self._before = before
         self._after = after
         self._kept: tuple[int, int] | None = None  # the header of a message that is not read yet
@@ -46,7 +73,10 @@ class Pipe:
         data = _bytes_of(values.contiguous())
         try:
             self._after.sendall(HEADER.pack(iteration, len(data)))
-            self._after.sendall(data)
+            if self._link is None:
+                self._after.sendall(data.numpy().data)
+            elif len(data):
+                self._link.send(data)
         except OSError as error:
             raise RankLost(f"the next stage does not read: {error}") from error
 
@@ -55,14 +85,25 @@ class Pipe:
         it sent nothing for it, and has gone on to a later step."""
         own = _bytes_of(into)
         while (header := self._header())[0] < iteration:
-            self._fill(memoryview(bytearray(header[1])))
+            self._drop(header[1])
         if header[0] > iteration:
             self._kept = header
             return False
         if header[1] != len(own):
+            self._drop(header[1])
             raise BugError(f"step {iteration}: {header[1]} bytes came in place of {len(own)}")
-        self._fill(own)
+        self._take(own)
         return True
+
+    def _drop(self, num_bytes: int) -> None:
+        self._take(torch.empty(num_bytes, dtype=torch.uint8, device=self.device))
+
+    def _take(self, data: Tensor) -> None:
+        """Fills uint8 [bytes] with what follows a header."""
+        if self._link is None:
+            self._fill(data.numpy().data)
+        elif len(data):
+            self._link.receive(data)
 
     def _header(self) -> tuple[int, int]:
         """Returns the iteration and the size of the next message."""
@@ -87,16 +128,21 @@ class Pipe:
             raise RankLost(f"the stage before sends nothing: {error}") from error
 
 
-def _bytes_of(values: Tensor) -> memoryview:
-    return memoryview(values.view(-1).view(torch.uint8).numpy().data)
+def _bytes_of(values: Tensor) -> Tensor:
+    return values.view(-1).view(torch.uint8)
 
 
-def open_pipe(place: Coordinates, world: Collectives) -> Pipe:
-    """Meets the neighbours, whose ranks in their stages are that of this one. All ranks of `world`
-    do so together: each listens before any connects."""
-    before_rank, next_rank = (
+def neighbours(place: Coordinates) -> tuple[int, int]:
+    """Returns the ranks before and after this one. In their stages they have the same number."""
+    before, after = (
         (place.rank + step) % place.num_processes for step in (place.num_ranks, -place.num_ranks)
     )
+    return before, after
+
+
+def open_pipe(place: Coordinates, world: Collectives, link: DeviceLink | None = None) -> Pipe:
+    """Meets the neighbours. All ranks of `world` do so together: each listens before it calls."""
+    before_rank, next_rank = neighbours(place)
     with Door(place, before_rank) as door:
         world.least(0)
         after = enter(place, next_rank)
@@ -104,4 +150,4 @@ def open_pipe(place: Coordinates, world: Collectives) -> Pipe:
             before = door.accepted()
         except TimeoutError as error:
             raise RankLost("the stage before did not come") from error
-        return Pipe(before, after)
+        return Pipe(before, after, link)

@@ -80,7 +80,8 @@ class ReceivedDrafts:
         self._pipe = pipe
 
     def draft(self, _runner: StepRunner, rows: DraftRows) -> Drafts:
-        tokens = torch.zeros((len(rows.rows), rows.num_drafts), dtype=torch.int64)
+        shape = len(rows.rows), rows.num_drafts
+        tokens = torch.zeros(shape, dtype=torch.int64, device=rows.rows.device)
         if self._pipe is not None:
             self._pipe.receive(rows.iteration, tokens)
         return Drafts(tokens)

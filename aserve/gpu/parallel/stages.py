@@ -67,6 +67,8 @@ class StagedDecoder:
         self.blocks = decoder.blocks[own.first : own.end]
         self.first_norm = decoder.first_norm if own.is_first else _norm_before(decoder, own.first)
         self.pipe = pipe
+        is_compiled = pipe.device.type == "cpu"  # which computes wide streams
+        self._sent_dtype = wide_dtype(self.dtype) if is_compiled else self.dtype
         self.sender: DraftSender | None = None  # of the last stage's drafts
         self.draft_early: Callable[[], None] = _do_nothing
         self._streams: list[Tensor] = []  # captured in this step, [tokens, hidden] each
@@ -110,7 +112,7 @@ class StagedDecoder:
         wanted = self.captured if self.captures else ()
         num_streams = 1 + sum(index < self.own.first for index in wanted)
         shape = (num_streams, num_tokens, self.hidden_size)
-        streams = torch.empty(shape, dtype=wide_dtype(self.dtype))
+        streams = torch.empty(shape, dtype=self._sent_dtype, device=self.pipe.device)
         self.draft_early()
         if not self.pipe.receive(self.iteration, streams):
             raise BugError(f"the stage before has left out step {self.iteration}")
@@ -123,10 +125,8 @@ class StagedDecoder:
         the next stage. The last stage gives them to its drafter."""
         streams, self._streams = [*self._streams, *own.layers], []
         if not self.is_last:
-            wide = wide_dtype(self.dtype)
-            self.pipe.send(
-                self.iteration, torch.stack([each.to(wide) for each in (stream, *streams)])
-            )
+            sent = [each.to(self._sent_dtype) for each in (stream, *streams)]
+            self.pipe.send(self.iteration, torch.stack(sent))
         elif capture is not None:
             capture.layers.extend(streams)
             capture.before_norm = own.before_norm if capture.wants_before_norm else None
@@ -142,8 +142,9 @@ def _do_nothing() -> None:
 def _norm_before(decoder: Decoder, first: int) -> Norm:
     """The norm before the layer `first`, which the layer before it owns."""
     found = decoder.blocks[first - 1].before_next
-    assert isinstance(found, AddNorm)  # all that the CPU's operators make
-    return found.norm
+    if isinstance(found, AddNorm):
+        return found.norm
+    return lambda hidden: found(hidden, torch.zeros_like(hidden))[1]  # a kernel adds and norms
 
 
 class StagedMode:
@@ -163,7 +164,8 @@ class StagedMode:
         self._samples = model.is_last
         self._sender = model.sender
         self._early: EarlyDrafts | None = None
-        if self._sender is not None:
+        # NOTE: drafts that go before hidden states come would have two devices wait to be received.
+        if self._sender is not None and model.pipe.is_buffered:
             self._early = EarlyDrafts(mode, ranks, vocab_size=model.vocab_size)
 
     def note_launch(self, batch: ScheduleBatch) -> None:

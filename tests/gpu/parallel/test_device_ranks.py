@@ -205,14 +205,11 @@ def test_fewer_gpus_than_ranks_are_refused_and_auto_takes_the_cpu(
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"pipeline_parallel_size": 2},
-        {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True},
-    ],
+    [{"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True}],
 )
 def test_what_travels_from_the_memory_of_the_host_is_refused_on_gpus(
     options: dict[str, object],
 ) -> None:
     with pytest.raises(ConfigError, match="this travels from the memory of the CPU"):
         _refuse_host_exchange(resolved_of(**options))
-    _refuse_host_exchange(resolved_of(tensor_parallel_size=2))
+    _refuse_host_exchange(resolved_of(tensor_parallel_size=2, pipeline_parallel_size=2))

@@ -77,9 +77,10 @@ class CudaDevice:
             yield
 
     def watch_waits(self, waiting: WaitContext) -> None:
-        """From now on, each wait for the device is within a context of `waiting`, which may raise
-        at its end."""
-        self._waiting = waiting
+        """From now on, each wait for the device is also within a context of `waiting`, which may
+        raise at its end."""
+        outer = self._waiting
+        self._waiting = waiting if outer is None else partial(_nested, outer, waiting)
 
     def mark(self) -> Event:
         event = self._runtime.new_event()
@@ -190,6 +191,12 @@ class CudaDevice:
             "--max-num-batched-tokens or --max-num-seqs, or take a smaller model",
             param="gpu_memory_utilization",
         )
+
+
+@contextmanager
+def _nested(outer: WaitContext, inner: WaitContext) -> Iterator[None]:
+    with outer(), inner():
+        yield
 
 
 def open_cuda(why: str, *, local_rank: int = 0, num_ranks: int = 1) -> CudaDevice:
