@@ -239,9 +239,7 @@ async def test_a_call_that_no_engine_could_ever_admit_is_refused_with_the_number
     assert len(bench.submitted) == 1
 
 
-async def test_a_silent_stream_yields_empty_batches_and_a_busy_one_none() -> (
-    None
-):
+async def test_a_silent_stream_yields_empty_batches_and_a_busy_one_none() -> None:
     bench = Bench()
     request_stream = bench.gateway.open(request("r"))
     batches = request_stream.batches(idle_s=0.15)

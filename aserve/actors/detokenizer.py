@@ -114,11 +114,11 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
 
     def _find(self, request_id: str) -> TextRequest | None:
         """Returns the state of an open request, which is made when its first event comes."""
-        opened = self._waiting.pop(request_id, None)
-        if opened is None:
-            return self._requests.get(request_id)
-        request = self._requests[request_id] = TextRequest(opened)
-        request.begin(self._tokenizer)
+        request = self._requests.get(request_id)
+        if request is None and request_id in self._waiting:
+            request = TextRequest(self._waiting.pop(request_id))
+            self._requests[request_id] = request
+            request.begin(self._tokenizer)
         return request
 
     def _feed(self, output: SequenceOutput, touched: dict[ChildKey, None]) -> None:
