@@ -17,6 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from aserve_kernels.early_launch import launches_early, wait_for_inputs
+
 BLOCK = 1024
 
 KINDS: Mapping[str, int] = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
@@ -37,7 +39,8 @@ def gated_mul(gate_up: Tensor, activation: str) -> Tensor:
     out = gate_up.new_empty((len(gate_up), size))
     if len(gate_up):
         grid = (len(gate_up), triton.cdiv(size, BLOCK))
-        _gated[grid](gate_up, out, size, KINDS[activation], BLOCK)
+        early = launches_early(gate_up)
+        _gated[grid](gate_up, out, size, KINDS[activation], BLOCK, early, launch_pdl=early)
     return out
 
 
@@ -48,8 +51,14 @@ def gated_mul_ref(gate_up: Tensor, activation: str) -> Tensor:
 
 @triton.jit
 def _gated(
-    gate_up: tl.tensor, out: tl.tensor, size: int, KIND: tl.constexpr, BLOCK: tl.constexpr
+    gate_up: tl.tensor,
+    out: tl.tensor,
+    size: int,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ) -> None:
+    wait_for_inputs(IS_EARLY)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     in_bounds = columns < size

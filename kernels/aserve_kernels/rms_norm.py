@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from aserve_kernels.early_launch import launches_early, wait_for_inputs
 from aserve_kernels.reference import rms_norm_ref
 
 
@@ -25,7 +26,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     block, warps = _shape(x.shape[1])
     if len(x):
-        _norm[(len(x),)](x, weight, out, x.stride(0), x.shape[1], eps, block, num_warps=warps)
+        early = launches_early(x)
+        _norm[(len(x),)](
+            *(x, weight, out, x.stride(0), x.shape[1], eps, block, early),
+            num_warps=warps,
+            launch_pdl=early,
+        )
     return out
 
 
@@ -41,8 +47,11 @@ def add_rms_norm(
     size = hidden.shape[1]
     block, warps = _shape(size)
     if len(hidden):
+        early = launches_early(hidden)
         _add_norm[(len(hidden),)](
-            hidden, added, weight, total, out, size, eps, scale, block, num_warps=warps
+            *(hidden, added, weight, total, out, size, eps, scale, block, early),
+            num_warps=warps,
+            launch_pdl=early,
         )
     return total, out
 
@@ -71,7 +80,9 @@ def _norm(
     size: int,
     eps: float,
     BLOCK: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ) -> None:
+    wait_for_inputs(IS_EARLY)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_in = columns < size
@@ -93,7 +104,9 @@ def _add_norm(
     eps: float,
     scale: float,
     BLOCK: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ) -> None:
+    wait_for_inputs(IS_EARLY)
     start = tl.program_id(0).to(tl.int64) * size
     columns = tl.arange(0, BLOCK)
     is_in = columns < size

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from aserve_kernels.early_launch import launches_early, wait_for_inputs
+
 # PERF: the heads of one program have about this many elements: decode has few tokens, and many SMs
 # to spread them over.
 ELEMENTS = 2048
@@ -54,6 +56,7 @@ def rope_and_store_kv(
         return queries
     block = triton.next_power_of_2(head_dim)
     group = max(1, ELEMENTS // block)
+    early = launches_early(heads)
     _rope_and_store[(num_tokens, triton.cdiv(num_heads - first_head, group))](
         heads,
         heads if cos_sin is None else cos_sin,
@@ -76,6 +79,8 @@ def rope_and_store_kv(
         0 if cos_sin is None else cos_sin.shape[1],
         group,
         block,
+        early,
+        launch_pdl=early,
     )
     return queries
 
@@ -103,9 +108,11 @@ def _rope_and_store(
     ROTARY_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ) -> None:
     """One program handles GROUP heads of one token, from head FIRST_HEAD on. A rotated element is
     loaded twice, once as its pair's partner; the second load hits the cache."""
+    wait_for_inputs(IS_EARLY)
     HALF: tl.constexpr = ROTARY_DIM // 2
     NUM_ROTATED: tl.constexpr = NUM_QUERIES + NUM_KV_HEADS
     dtype = heads.dtype.element_ty

@@ -30,7 +30,7 @@ from aserve.gpu.sampling.plan import RowParams
 from aserve.gpu.step.plan import plan_step
 from aserve.gpu.step.resolve import DeviceState, DeviceStep
 from aserve.gpu.transfer.staging import HostArrays
-from aserve_kernels import bitmask
+from aserve_kernels import bitmask, early_launch
 from aserve_kernels.copy_rows import copy_rows
 from aserve_kernels.fp8_linear import GROUP, fp8_linear, quantize_rows
 from aserve_kernels.gated_mul import KINDS, gated_mul
@@ -66,6 +66,8 @@ PIPELINED = (
     *("_attend_splits", "_attend_latents", "_attend_blocks", "_multiply"),
     *("_multiply_codes", "_multiply_experts", "_multiply_fp8"),
 )
+# Kernels that may be launched before the one before them has ended.
+EARLY = ("._norm", "._add_norm", "._gated", "._rope_and_store")
 # Rows, and tokens of each row.
 STEPS = [(1, 1), (1, 2), (2, 1), (3, 1), (4, 1), (5, 3), (16, 1), (3, 16), (17, 5), (32, 1)]
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, VOCAB = 6, 2, 64, 5000
@@ -79,11 +81,13 @@ class Compiler:
         self.kinds: dict[str, set[str]] = defaultdict(set)
         self._target = GPUTarget("cuda", capability, 32)
         self._backend = make_backend(self._target)
+        self._is_early = capability >= HOPPER
 
     def compile(self, calls: Iterable[Callable[[], object]]) -> None:
         JITFunction.run = lambda kernel, *args, grid, warmup, **kwargs: self.run(
             kernel, *args, **kwargs
         )
+        vars(early_launch)["is_supported"] = lambda _device: self._is_early
         for call in calls:
             call()
 
@@ -97,6 +101,9 @@ class Compiler:
         options, *parts = kernel._pack_args(self._backend, kwargs, bound, specialisation, given)
         source = ASTSource(kernel, *parts)
         made = triton.compile(source, target=self._target, options=vars(options))
+        is_early = self._is_early and name.endswith(EARLY)
+        assert options.launch_pdl == is_early, f"{name} is launched early, or is not"
+        assert ("griddepcontrol.wait" in made.asm["ptx"]) == is_early, f"{name} waits, or does not"
         if name.endswith(PIPELINED):
             assert "cp.async" in made.asm["ptx"], f"{name} has no asynchronous copies"
 
@@ -302,6 +309,12 @@ PRODUCTS: tuple[Callable[[], object], ...] = (
     call_grouped_fp8_linear,
     call_weight_only_linear,
 )
+EARLY_CALLS: tuple[Callable[[], object], ...] = (
+    lambda: rms_norm(zeros(2, 128), zeros(128), 1e-6),
+    lambda: add_rms_norm(zeros(2, 128), zeros(2, 128), zeros(128), 1e-6),
+    lambda: gated_mul(zeros(2, 256), "silu"),
+    lambda: call_rope_and_store_kv(BF16),
+)
 # Kernels and variants that no step in STEPS launches.
 OTHERS: tuple[Callable[[], object], ...] = (
     *PRODUCTS,
@@ -349,7 +362,7 @@ def launched_kernels() -> set[str]:
 
 def main() -> None:
     """Prints each kernel and the number of specialisations that the steps launch of it."""
-    Compiler(AMPERE).compile(PRODUCTS)
+    Compiler(AMPERE).compile((*PRODUCTS, *EARLY_CALLS))
     hopper, state = Compiler(HOPPER), make_tables()
     hopper.compile(partial(launch_step, *step, state) for step in STEPS)
     for name, kinds in sorted(hopper.kinds.items()):
