@@ -4,6 +4,7 @@ plans were given, so that a wrong array gives a wrong result."""
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -26,6 +27,7 @@ from aserve.gpu.attention.flashinfer.plan import row_parts
 from aserve.gpu.attention.flashinfer.wrappers import Queries, decode_bytes, queries_of
 from aserve.gpu.attention.reference import TorchReference
 from aserve.gpu.attention.registry import BACKENDS
+from aserve.gpu.attention.triton import check_kv_dtype
 from aserve.gpu.decode.base import StepRunner
 from aserve.gpu.device.base import Device
 from aserve.gpu.device.cpu.device import CpuDevice
@@ -432,6 +434,28 @@ def test_the_workspace_has_room_for_a_tile_of_each_row_of_a_captured_decode(
     """The sizes in MiB are those that FlashInfer 0.6.3 computes for heads of 128 elements."""
     spec = LayerSpec(0, num_heads, num_kv_heads, 128, 1.0)
     assert decode_bytes(spec, num_rows) == pytest.approx(mib * (1 << 20), abs=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "is_refused"),
+    [
+        ((8, 6), torch.float8_e4m3fn, True),
+        ((8, 9), torch.float8_e4m3fn, False),
+        ((8, 0), torch.bfloat16, False),
+    ],
+)
+def test_kv_of_eight_bits_is_refused_where_its_store_cannot_be_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    *,
+    is_refused: bool,
+) -> None:
+    """Triton has E4M3 from Ada on; before, the start would end in its compiler."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    expected = pytest.raises(AttentionUnavailable, match="8, 9") if is_refused else nullcontext()
+    with expected:
+        check_kv_dtype(torch.device("cuda"), dtype)
 
 
 def test_a_lack_of_memory_does_not_make_the_backend_unavailable(

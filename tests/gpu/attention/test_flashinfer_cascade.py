@@ -6,11 +6,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
+from torch import Tensor
 
 from aserve.gpu.attention.base import AttentionSite, Capabilities
 from aserve.gpu.attention.flashinfer import cascade
 from aserve.gpu.attention.flashinfer.backend import FlashInfer
 from aserve.gpu.attention.flashinfer.cascade import MIN_SAVED_BYTES, is_worthwhile
+from aserve.gpu.cudagraph.forwards import PIECES, ForwardGraphs
 from aserve.gpu.kv.layer_groups import LayerSpec
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.gpu.step.halves import cut_in_two
@@ -25,7 +27,7 @@ from tests.gpu.attention.backend_parity import (
     scattered_site,
 )
 from tests.gpu.attention.test_flashinfer import register
-from tests.gpu.drive import make_executor, request, serve
+from tests.gpu.drive import captured, make_executor, request, serve
 from tests.gpu.plain_engine import plain_outputs
 
 SHARED_LEN = 32
@@ -111,6 +113,35 @@ def test_some_of_the_rows_share_as_much_and_padding_nothing() -> None:
     assert made.padded(4).shared_pages == 2
     assert made.padded(5).shared_pages == 0
     assert [part.shared_pages for part in cut_in_two(made)] == [2, 2]
+
+
+def test_a_decode_with_a_cascade_is_replayed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operator by operator it would take the host longer than a short step takes the device."""
+    ran: list[tuple[bool, str]] = []
+    run = ForwardGraphs.run
+
+    def noted(graphs: ForwardGraphs, batch: ForwardBatch) -> Tensor:
+        hidden = run(graphs, batch)
+        ran.append((batch.shared_pages > 0 and batch.num_rows == batch.num_tokens, graphs.ran))
+        return hidden
+
+    monkeypatch.setattr(ForwardGraphs, "run", noted)
+    capabilities = Capabilities(can_capture=True, shared_pages=True)
+    register(monkeypatch, FakeFlashInfer(), ops=LISTED_IN_TORCH, capabilities=capabilities)
+    model = HashModel()
+    executor = make_executor(
+        *(model,),
+        attention="flashinfer",
+        device=GraphDevice(),
+        graph_rows=4,
+        piece_tokens=64,
+        max_batched_tokens=64,
+    )
+    asked = [request(f"r{i}", [*range(20), 21 + i], max_tokens=12) for i in range(3)]
+    served = serve(captured(executor), asked)
+    assert served.outputs == {(r.request_id, 0): plain_outputs(model, r) for r in asked}
+    assert ran.count((True, PIECES)) > 5
+    assert all(how == PIECES for is_cascade, how in ran if is_cascade)
 
 
 @pytest.mark.parametrize("is_shared", [False, True])

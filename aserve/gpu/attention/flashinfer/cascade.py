@@ -28,11 +28,13 @@ from aserve.gpu.attention.flashinfer.wrappers import (
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.messages.base import ArrayI32
 
-# PERF: the minimum number of KV bytes per layer that cascade attention must save. Two levels take
-# two more kernels per layer, and a decode step then runs eagerly instead of as a graph: some 15
-# launches per layer, which take the host about 100 us. Reading these bytes takes a device 80 us (at
-# 3.3 TB/s), and with the rest of its layer more than those launches. So a step that waits for the
-# host is no slower, and where the host is ahead, launches are hidden.
+# The minimum number of KV bytes per layer that cascade attention must save. NOTE: an estimate. A
+# decode step with a cascade is not replayed as a whole: its forward runs in pieces
+# (cudagraph/forwards.py), and between two pieces the host launches the store, the two levels, their
+# merge and a copy, which takes it about 50 us per layer. Reading these bytes takes a device 80 us
+# (at 3.3 TB/s). So a step that waits for the host is no slower, and where the host is ahead, its
+# launches are hidden. Without captured forwards a layer has some 15 launches, which take about as
+# long as reading these bytes and the layer's weights.
 MIN_SAVED_BYTES = 256 << 20
 ARRAYS = tuple(field.name for field in dataclasses.fields(PlanArrays))
 GROUP = 0  # the layer group without a window, whose pages ForwardBatch.shared_pages counts
