@@ -21,6 +21,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*
 FIGURES = ROOT / "docs" / "figures"
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 CODE_PATH = re.compile(r"`((?:[\w-]+/)+(?:[\w-]+\.py)?|[\w-]+\.py)`")
+TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 LINK = re.compile(r"\]\((?!http)([^)#]+)\)")
 # Options of mypy, transformers, llama.cpp, Docker, `make gpu-check` and the training script of the
 # bundled model.
@@ -73,6 +74,15 @@ def test_every_file_that_is_named_is_there(page: Path) -> None:
     named = CODE_PATH.findall(text)
     lost = [path for path in named if not any((ROOT / home / path).exists() for home in FOLDERS)]
     lost += [path for path in LINK.findall(text) if not (page.parent / path).exists()]
+    assert lost == []
+
+
+def test_every_test_that_is_named_is_there() -> None:
+    named = [match for page in PAGES for match in TEST.findall(page.read_text(encoding="utf-8"))]
+    assert named
+    lost = [
+        f"{path}::{name}" for path, name in named if f"def {name}(" not in (ROOT / path).read_text()
+    ]
     assert lost == []
 
 

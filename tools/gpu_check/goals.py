@@ -118,6 +118,11 @@ MEASURES: tuple[Measure, ...] = (
         low=0.60,
     ),
     Measure(
+        "prompt of 128 tokens, Qwen3-0.6B shape: time of an eager prefill over one in pieces",
+        *("pieces", "gain"),
+        low=1.5,
+    ),
+    Measure(
         "offline, 256 requests of 100 to 1,024 in and out, Qwen3-0.6B shape: output tokens/s",
         *("offline", "output_tok_s", "{:,.0f}"),
         beside="; ".join(f"{peer}: {figure}" for peer, figure in PEERS.items()),

@@ -58,6 +58,7 @@ MEASURES: Mapping[str, Part] = {
         for name in QUANTIZATIONS
     },
     "prefill": Part("one long prompt, large model", HERE + "prefill"),
+    "pieces": Part("short prompts in captured pieces against eager ones", HERE + "pieces"),
     **{
         f"speculation-{name}": Part(
             f"the drafts of {name} against plain decoding", HERE + "speculation", name
