@@ -10,8 +10,10 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from aserve_kernels.bitmask import apply_bitmask
+from aserve_kernels.few_rows_linear import FEW_ROWS, few_rows_linear
 from aserve_kernels.gated_mul import gated_mul
 from aserve_kernels.paged_decode import paged_decode
 from aserve_kernels.paged_rows import PagedRows, Scoring
@@ -67,6 +69,14 @@ def make_add_norm(sizes: Sizes, device: torch.device) -> Case:
 def make_gated_mul(sizes: Sizes, device: torch.device) -> Case:
     joined = _draw((sizes.tokens, 2 * sizes.intermediate), device)
     return Case(lambda: gated_mul(joined, "silu"), joined.nbytes * 3 // 2)
+
+
+def make_linear(
+    sizes: Sizes, device: torch.device, *, num_rows: int, op: Callable[[Tensor, Tensor], Tensor]
+) -> Case:
+    """The gates of an MLP for few tokens."""
+    x, weight = (_draw((rows, sizes.hidden), device) for rows in (num_rows, 2 * sizes.intermediate))
+    return Case(lambda: op(x, weight), weight.nbytes)
 
 
 def make_rope_and_store_kv(sizes: Sizes, device: torch.device) -> Case:
@@ -172,6 +182,11 @@ CASES: Mapping[str, Callable[[Sizes, torch.device], Case]] = {
     "add_rms_norm": make_add_norm,
     "gated_mul": make_gated_mul,
     "rope_and_store_kv": make_rope_and_store_kv,
+    **{
+        f"{name}, {num_rows} tokens": partial(make_linear, num_rows=num_rows, op=op)
+        for name, op in (("few_rows_linear", few_rows_linear), ("torch linear", functional.linear))
+        for num_rows in (1, FEW_ROWS)
+    },
     "paged_decode": make_paged_decode,
     "prepare_inputs": make_prepare_inputs,
     "gather_rows": make_gather_rows,

@@ -32,6 +32,7 @@ from aserve.gpu.step.resolve import DeviceState, DeviceStep
 from aserve.gpu.transfer.staging import HostArrays
 from aserve_kernels import bitmask, early_launch
 from aserve_kernels.copy_rows import copy_rows
+from aserve_kernels.few_rows_linear import few_rows_linear
 from aserve_kernels.fp8_linear import GROUP, fp8_linear, quantize_rows
 from aserve_kernels.gated_mul import KINDS, gated_mul
 from aserve_kernels.grouped_fp8_linear import CodedExperts, grouped_fp8_linear
@@ -67,7 +68,7 @@ PIPELINED = (
     *("_multiply_codes", "_multiply_experts", "_multiply_fp8"),
 )
 # Kernels that may be launched before the one before them has ended.
-EARLY = ("._norm", "._add_norm", "._gated", "._rope_and_store")
+EARLY = ("._norm", "._add_norm", "._gated", "._rope_and_store", "._multiply_rows", "._add_parts")
 # Rows, and tokens of each row.
 STEPS = [(1, 1), (1, 2), (2, 1), (3, 1), (4, 1), (5, 3), (16, 1), (3, 16), (17, 5), (32, 1)]
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, VOCAB = 6, 2, 64, 5000
@@ -161,6 +162,12 @@ def call_rope_and_store_kv(dtype: torch.dtype) -> None:
     for cos_sin, weight in ((heads[:, 0, :64], None), (heads[:, 0], torch.zeros((5, 128)))):
         rope_and_store_kv(heads, slots, pools, cos_sin=cos_sin, weight=weight)
     rope_and_store_kv(heads, slots, pools, cos_sin=None)
+
+
+def call_few_rows_linear() -> None:
+    """Sums that are split and a sum that is not, for one token and for several."""
+    for num_tokens, num_outs in ((1, 64), (3, 64), (2, 10_000)):
+        few_rows_linear(zeros(num_tokens, 512), zeros(num_outs, 512), zeros(num_outs))
 
 
 def call_grouped_linear() -> None:
@@ -314,6 +321,7 @@ EARLY_CALLS: tuple[Callable[[], object], ...] = (
     lambda: add_rms_norm(zeros(2, 128), zeros(2, 128), zeros(128), 1e-6),
     lambda: gated_mul(zeros(2, 256), "silu"),
     lambda: call_rope_and_store_kv(BF16),
+    call_few_rows_linear,
 )
 # Kernels and variants that no step in STEPS launches.
 OTHERS: tuple[Callable[[], object], ...] = (
@@ -331,6 +339,7 @@ OTHERS: tuple[Callable[[], object], ...] = (
     lambda: call_latent_decode(fixed_split=1024),
     lambda: call_invariant_linear(WIDE_FROM),
     call_fp8_linear,
+    call_few_rows_linear,
     *(partial(gated_mul, zeros(2, 600), kind) for kind in KINDS),
     lambda: call_rope_and_store_kv(BF16),
     lambda: call_rope_and_store_kv(FP8),

@@ -118,12 +118,14 @@ class CudaDevice:
         return event if self._waiting is None else WatchedEvent(event, self._waiting)
 
     def weight_format(self, request: WeightRequest) -> WeightFormat:
-        from aserve.gpu.device.cuda.ops import prepare_grouped
+        from aserve.gpu.device.cuda.ops import prepare_few_rows, prepare_grouped
         from aserve.gpu.device.cuda.quantized import with_quantized
 
         format_ = replace(self._unquantized_format(request), prepare_grouped=prepare_grouped)
         if request.is_deterministic:
             format_ = self._in_fixed_tiles(format_)
+        elif format_.dtype in SIXTEEN_BIT:
+            format_ = replace(format_, prepare=prepare_few_rows)
         return with_quantized(format_, request, has_fp8=self._runtime.has_fp8)
 
     def _in_fixed_tiles(self, format_: WeightFormat) -> WeightFormat:

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.kv.store import RopeAndStoreKv, Scales, rope_then_store_kv
@@ -30,6 +31,7 @@ from aserve.gpu.step.resolve import DeviceState, DeviceStep, Resolve, resolve, r
 from aserve.gpu.transfer.staging import DeviceArrays
 from aserve_kernels import penalties
 from aserve_kernels.bitmask import apply_bitmask
+from aserve_kernels.few_rows_linear import FEW_ROWS, few_rows_linear
 from aserve_kernels.gated_mul import gated_mul
 from aserve_kernels.grouped_linear import grouped_linear
 from aserve_kernels.invariant_linear import invariant_linear
@@ -85,6 +87,24 @@ def _add_norm(weight: Tensor, /, *, eps: float, scale: float) -> SumAndNorm:
 
 def _gated(activation: str) -> Activation:
     return partial(gated_mul, activation=activation)
+
+
+class FewRowsLinear(Linear):
+    """A linear layer in which few tokens have a kernel of their own."""
+
+    __slots__ = ()
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        if len(x) > FEW_ROWS:
+            return functional.linear(x, self.weight, self.bias)
+        x = x if x.stride(1) == 1 else x.contiguous()
+        return few_rows_linear(x, self.weight, self.bias)
+
+
+def prepare_few_rows(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
+    """The `Prepare` of bfloat16 and float16."""
+    bias = None if linear.bias is None else linear.bias.to(device, dtype)
+    return FewRowsLinear(linear.weight.to(device, dtype).contiguous(), bias)
 
 
 def prepare_invariant(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:

@@ -17,12 +17,14 @@ from aserve.errors import ConfigError
 from aserve.gpu.cudagraph.graphs import StepGraph, StepGraphs
 from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.gpu.decode.base import DecodeMode, OnPublish, StepRunner
+from aserve.gpu.device.cuda import ops
 from aserve.gpu.device.cuda.device import CudaDevice
 from aserve.gpu.device.cuda.ops import prepare_invariant
 from aserve.gpu.device.cuda.runtime import Memory
 from aserve.gpu.device.ops import DeviceOps
 from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.kv.layer_groups import group_layers
+from aserve.gpu.layers.linear import Linear
 from aserve.gpu.models.base import CausalModel
 from aserve.gpu.sampling.ops import SHAPED_OPS
 from aserve.gpu.sampling.params import LogitsRows, RowTables
@@ -32,6 +34,7 @@ from aserve.gpu.step.plan import StepPlan
 from aserve.gpu.step.results import Packed
 from aserve.gpu.weights.format import WeightRequest
 from aserve.messages.results import StepResult
+from aserve_kernels.few_rows_linear import FEW_ROWS, few_rows_linear
 from tests.fakes.cuda import Event, FakeCuda, Stream
 from tests.fakes.drafters import Stumbling, speculative
 from tests.fakes.gated_model import TIMEOUT_S
@@ -39,6 +42,7 @@ from tests.fakes.hash_model import HashModel
 from tests.gpu.batch_builder import running, tokens_of
 from tests.gpu.drive import captured, make_executor, request, serve
 from tests.gpu.plain_engine import plain_outputs, plain_tokens
+from tests.kernels.tolerance import draw
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 PAGE_BYTES = group_layers(HashModel().layers)[0].layout(8).bytes_per_page(4)
@@ -360,6 +364,27 @@ def test_auto_is_the_half_type_that_is_stored_if_the_device_has_it(
     device = CudaDevice(cuda)
     assert device.weight_format(WeightRequest("auto", stored, 1)).dtype == chosen
     assert device.weight_format(WeightRequest("float32", stored, 1)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_few_tokens_of_sixteen_bits_have_a_product_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """The libraries' tiles of 16 tokens would be mostly empty. Its result is that of many."""
+    seen: list[int] = []
+
+    def noted(x: Tensor, *weights: Any) -> Tensor:
+        seen.append(len(x))
+        return few_rows_linear(x, *weights)
+
+    monkeypatch.setattr(ops, "few_rows_linear", noted)
+    form = CudaDevice(FakeCuda()).weight_format(WeightRequest(dtype, None, 1))
+    linear = Linear(draw(40, 70, seed=1) / 8, draw(40, seed=2))
+    layer = form.prepare(linear, torch.device("cpu"), dtype=form.dtype)
+    x = draw(FEW_ROWS + 1, 70).to(form.dtype)
+    torch.testing.assert_close(layer(x[1:]), layer(x)[1:], rtol=2e-2, atol=2e-2)
+    layer(x.t().contiguous().t()[:1])  # rows that are not contiguous
+    assert seen == ([] if dtype == "float32" else [FEW_ROWS, 1])
 
 
 def test_deterministic_products_have_fixed_tiles_and_no_float64() -> None:
