@@ -52,7 +52,7 @@ from aserve.gpu.parallel.experts import ExpertRanks
 from aserve.gpu.parallel.fused_model import with_fusable_sums, with_fused_sums
 from aserve.gpu.parallel.joint import JointDecoder
 from aserve.gpu.parallel.source import for_rank
-from aserve.gpu.parallel.stages import UNDIVIDED, Pipeline, groups_of, launch_notes
+from aserve.gpu.parallel.stages import UNDIVIDED, Pipeline, groups_of, watch_of
 from aserve.gpu.runner import DraftParts, ModelRunner, RunnerParts
 from aserve.gpu.sampling.params import RowTables
 from aserve.gpu.spec.mode import Speculative
@@ -337,7 +337,7 @@ def assemble(
             live_loader=live_loader,
             joint=model.joint if isinstance(model, JointDecoder) else None,
             needs_host_lens=made.attention.capabilities.host_lens,
-            note_launch=launch_notes(mode),
+            watch=watch_of(mode, made.runner),
         )
     )
 

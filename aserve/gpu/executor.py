@@ -57,6 +57,7 @@ from aserve.gpu.cudagraph.warmup import run_padding_steps
 from aserve.gpu.device.base import Device, Event, slice_len_of
 from aserve.gpu.disagg.kv_access import TorchKvAccess
 from aserve.gpu.live_loader import LiveLoader
+from aserve.gpu.parallel.early_drafts import UNWATCHED, StepWatch
 from aserve.gpu.parallel.joint import JointForward
 from aserve.gpu.runner import ModelRunner
 from aserve.gpu.sampling.plan import RowParams
@@ -87,7 +88,7 @@ class ExecutorParts:
     live_loader: LiveLoader
     needs_host_lens: bool = False  # attention plans on the host, from exact lengths
     joint: JointForward | None = None  # of data-parallel ranks
-    note_launch: Callable[[ScheduleBatch], None] | None = None  # before the step has its turn
+    watch: StepWatch = UNWATCHED
 
 
 class TorchExecutor:
@@ -101,7 +102,7 @@ class TorchExecutor:
         self._graphs = parts.graphs
         self._is_debug = parts.is_debug
         self._joint = parts.joint
-        self._note_launch = parts.note_launch
+        self._watch = parts.watch
         self._slice_len = slice_len_of(parts.device, vocab_size=parts.spec.vocab_size)
         self._row_params = RowParams(parts.spec.max_rows)
         self._published = PublishedLens() if parts.needs_host_lens else None
@@ -135,8 +136,7 @@ class TorchExecutor:
         joint = self._joint
         if joint is None:
             [batch] = batches  # this executor is one rank
-            if self._note_launch is not None:
-                self._note_launch(batch)
+            self._watch.note_launch(batch)
             return self._threads.launch(batch.iteration, functools.partial(self._step, batch))
         batch = batches[joint.rank]
         counts = tuple(num_values(each.input_ids) for each in batches)
@@ -185,6 +185,7 @@ class TorchExecutor:
 
     def _step(self, batch: ScheduleBatch, ticket: StepTicket) -> None:
         start_s = time.perf_counter()
+        self._watch.begin(batch)
         self._row_params.write(batch.row_inits)
         self._runner.state.kv_streams.begin(batch.iteration)
         vocab_size, slice_len = self.spec.vocab_size, self._slice_len

@@ -9,23 +9,27 @@ import socket
 import threading
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from aserve.errors import ConfigError
+from aserve.gpu.cudagraph.warmup import padding_batch
 from aserve.gpu.decode.base import StepRunner
 from aserve.gpu.kv.layer_groups import LayerSpec
 from aserve.gpu.models.stages import StageLayers
 from aserve.gpu.parallel.early_drafts import EarlyDrafts
 from aserve.gpu.parallel.pipe import Pipe
-from aserve.gpu.parallel.staged_drafts import DraftSender, ReceivedDrafts, refuse_trees
+from aserve.gpu.parallel.staged_drafts import DraftSender, ReceivedDrafts
 from aserve.gpu.parallel.stages import StagedDecoder, refuse_kv_elsewhere
 from aserve.gpu.spec.base import DraftRows, Drafts
 from aserve.gpu.spec.registry import ALGORITHMS
-from aserve.gpu.spec.request import SpecOptions
+from aserve.messages.base import pack_i32
 from aserve.messages.changes import LoadLora
+from aserve.messages.step import DraftTree, PageWrites, VerifyPlan
 from tests.fakes.lora_adapters import write_adapter
 from tests.gpu.drive import Served, serve
 from tests.parallel.test_rank_traces import joined
@@ -43,7 +47,7 @@ TWO: dict[str, Any] = {"pipeline_parallel_size": 2, "overlap_depth": 2}
 
 
 def staged(store: Path, **options: Any) -> Served:
-    executor = joined(resolved_of(**TWO, **CROWDED, **options), store)
+    executor = joined(resolved_of(**{**TWO, **CROWDED, **options}), store)
     return serve(executor, asks(), chaos=3, retract_rate=0.2)
 
 
@@ -66,9 +70,11 @@ def test_a_drafter_of_the_last_stage_changes_no_token(drafter: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_drafts_are_accepted_as_on_one_device(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tree", [{}, {"speculative_topk": 3, "speculative_num_steps": 3}])
+def test_drafts_are_accepted_as_on_one_device(tree: dict[str, Any], tmp_path: Path) -> None:
     """So the hidden states of the first stage's layers reach the drafter unchanged."""
     settings: dict[str, Any] = {**CROWDED, "speculative_algorithm": "EAGLE3", "num_pages": 60}
+    settings |= tree
     alike: dict[str, Any] = {"overlap_depth": 1, "overlap_lead": 1}
     one = serve(loaded(**settings, **alike), asks())
     two = serve(joined(resolved_of(**settings, **{**TWO, **alike}), tmp_path / "store"), asks())
@@ -161,7 +167,7 @@ def test_a_step_that_fails_in_the_last_stage_leaves_no_stage_waiting(
 def test_drafts_of_a_step_that_made_none_are_given_up() -> None:
     after, before = socket.socketpair()
     last, first = Pipe(None, after), Pipe(before, None)
-    sender = DraftSender(ReceivedDrafts(3, None), last)
+    sender = DraftSender(ReceivedDrafts(3, None, None, None), last)
     sender.pass_step(7)
     for iteration in (8, 9, 12):  # 10 failed, and 11 was refused
         sender.pass_step(iteration)
@@ -175,12 +181,70 @@ def test_drafts_of_a_step_that_made_none_are_given_up() -> None:
     assert drafts.tolist() == [[7, 8]]
 
 
-def test_trees_and_kv_of_other_stages_are_refused() -> None:
-    for options in (SpecOptions("EAGLE", topk=2), SpecOptions("EAGLE3", token_tree="static")):
-        with pytest.raises(ConfigError, match="known to the last stage alone"):
-            refuse_trees(options)
-    refuse_trees(SpecOptions("EAGLE", topk=1))
+TREES: list[dict[str, Any]] = [
+    {"speculative_algorithm": "EAGLE", "speculative_token_tree": "static"},
+    {"speculative_algorithm": "EAGLE3", "speculative_topk": 3, "speculative_num_steps": 3},
+]
 
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree["speculative_algorithm"])
+def test_a_draft_tree_on_stages_changes_no_token(
+    tree: dict[str, Any], num_stages: int, tmp_path: Path
+) -> None:
+    sizes = {"pipeline_parallel_size": num_stages, "overlap_depth": num_stages}
+    many = staged(tmp_path / "store", **tree, **sizes)
+    assert many.outputs == plain().outputs
+    assert many.num_retracted > 0
+    assert any(batch.verify is not None and batch.verify.tree for batch in many.batches)
+
+
+class MovedPools:
+    """Pools of one layer group that note what is moved."""
+
+    page_tables = (None,)
+    page_size = 4
+
+    def __init__(self) -> None:
+        self.moves: list[tuple[list[int], list[int]]] = []
+
+    def move(self, sources: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, ...]) -> None:
+        [source], [target] = sources, targets
+        self.moves.append((source.tolist(), target.tolist()))
+
+
+def test_all_stages_get_trees_and_moves_but_none_to_pages_that_were_given_away() -> None:
+    """Slots 8 to 11 are page 2, which step 6 gives to another row before the move of step 5."""
+    ends = [socket.socketpair() for _ in range(2)]
+    last, first = Pipe(None, ends[0][0]), Pipe(ends[0][1], ends[1][0])
+    middle = Pipe(ends[1][1], None)
+    stages = [(ReceivedDrafts(4, first, first, DraftTree(2)), MovedPools())]
+    stages.append((ReceivedDrafts(4, middle, None, DraftTree(2)), MovedPools()))
+    tree = torch.tensor([[[7, 8, 9]], [[0, 0, 1]]])
+    last.send(5, tree)
+    last.send(6, torch.empty(0, dtype=torch.int64))
+    last.send(5, torch.tensor([[[6, 7, 11]], [[6, 9, 7]]]), is_move=True)
+    last.send(7, tree)
+    for iteration, pages in ((5, [1]), (6, [2]), (7, [3])):
+        writes = (PageWrites(pack_i32([1]), pack_i32([0]), pack_i32(pages)),)
+        verify = VerifyPlan(pack_i32([3]), DraftTree(2)) if iteration != 6 else None
+        batch = msgspec.structs.replace(
+            padding_batch(4, num_groups=1), iteration=iteration, page_writes=writes, verify=verify
+        )
+        for received, pools in stages:
+            runner: Any = SimpleNamespace(state=SimpleNamespace(pools=pools))
+            received.begin(runner, batch)
+            if verify is not None:
+                rows: Any = SimpleNamespace(rows=[1], num_drafts=3)
+                drafts = received.draft(runner, rows)
+                assert drafts.parents is not None
+                assert torch.stack((drafts.tokens, drafts.parents)).tolist() == tree.tolist()
+            received.pass_step(iteration)
+    assert [pools.moves for _, pools in stages] == [[([6, 0, 11], [6, 0, 7])]] * 2
+
+
+def test_kv_of_other_stages_is_refused() -> None:
     def layer(index: int, kv_layer: int | None) -> LayerSpec:
         return LayerSpec(index, 1, 1, 8, 1.0, kv_layer=kv_layer)
 

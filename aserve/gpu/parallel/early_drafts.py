@@ -19,12 +19,15 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from aserve.gpu.decode.base import DecodeMode, StepRunner
 from aserve.gpu.parallel.collectives import Collectives
+from aserve.gpu.parallel.staged_drafts import DraftSender, drafting_rows
 from aserve.gpu.sampling.plan import RowParams
 from aserve.gpu.step.plan import StepPlan, plan_step
 from aserve.gpu.transfer.staging import DeviceArrays, HostArrays
@@ -35,14 +38,34 @@ LAUNCH_S = 0.005  # for the scheduler to launch the rows of a step that has ende
 NO_ROWS: ArrayI32 = np.empty(0, np.int32)
 
 
+@dataclass(frozen=True, slots=True)
+class StepWatch:
+    """Is told of steps: of a launch on the event loop's thread, and of a turn on the executor's."""
+
+    note_launch: Callable[[ScheduleBatch], None]
+    begin: Callable[[ScheduleBatch], None]
+
+
+def ignore_step(_batch: ScheduleBatch) -> None:
+    pass
+
+
+UNWATCHED = StepWatch(ignore_step, ignore_step)
+
+
 class EarlyDrafts:
     """The steps that have been launched and wait. `note` is called on the event loop's thread, and
     everything else on the executor's."""
 
-    def __init__(self, mode: DecodeMode, ranks: Collectives, *, vocab_size: int) -> None:
+    def __init__(
+        self, mode: DecodeMode, sender: DraftSender, ranks: Collectives, *, vocab_size: int
+    ) -> None:
         """ranks: those of the last stage, which draft for the same steps at the same places."""
-        self.made: set[int] = set()  # iterations of the steps that wait and have their drafts
+        self.made: set[int] = (
+            set()
+        )  # iterations of the steps that wait and have their drafts, if any
         self._mode = mode
+        self._sender = sender
         self._ranks = ranks
         self._vocab_size = vocab_size
         self._launched: deque[ScheduleBatch] = deque()
@@ -62,7 +85,8 @@ class EarlyDrafts:
             self._take(runner)
         if plan.iteration not in self.made:
             self._mode.draft(runner, plan, arrays)
-        self._failed.difference_update(_drafting(plan.batch))
+            self._sender.pass_step(plan.iteration)
+        self._failed.difference_update(drafting_rows(plan.batch))
         self.made = {each for each in self.made if each > plan.iteration}
         self._ready = np.setdiff1d(self._sampled, plan.rows)
         self._sampled = plan.logits.rows
@@ -81,17 +105,17 @@ class EarlyDrafts:
         """
         for _ in range(self._ranks.least(len(self._launched))):
             batch = self._launched[0]
-            drafting = {int(row) for row in _drafting(batch)}
+            drafting = {int(row) for row in drafting_rows(batch)}
             if not self._failed.union(init.row for init in batch.row_inits).isdisjoint(drafting):
                 return  # a row that begins anew gets its parameters in the step's turn
             params = self._take(runner)
-            if not drafting:
-                continue
             self._failed.update(drafting)
-            _write_pages(runner, batch)
-            size, most = self._vocab_size, len(batch.input_ids)
-            plan = plan_step(batch, params, vocab_size=size, slice_len=most)
-            self._mode.draft(runner, plan, _arrays_of(plan))
+            if drafting:
+                _write_pages(runner, batch)
+                size, most = self._vocab_size, len(batch.input_ids)
+                plan = plan_step(batch, params, vocab_size=size, slice_len=most)
+                self._mode.draft(runner, plan, _arrays_of(plan))
+            self._sender.pass_step(batch.iteration)
             self._failed.difference_update(drafting)
             self.made.add(batch.iteration)
 
@@ -103,16 +127,9 @@ class EarlyDrafts:
         return self._row_params
 
 
-def _drafting(batch: ScheduleBatch) -> ArrayI32:
-    """Returns the rows with drafts."""
-    if batch.verify is None:
-        return NO_ROWS
-    return array_i32(batch.rows)[array_i32(batch.verify.num_drafts) > 0]
-
-
 def _write_pages(runner: StepRunner, batch: ScheduleBatch) -> None:
     """Writes the page-table entries of rows with drafts, whose new pages the drafter may write."""
-    drafting, state = _drafting(batch), runner.state
+    drafting, state = drafting_rows(batch), runner.state
     for group, writes in enumerate(batch.page_writes):
         rows, columns, pages = (
             torch.from_numpy(array_i32(values).astype(np.int64))

@@ -12,26 +12,40 @@ A step that has failed, or that was refused because one before it has, makes no 
 stage must not await them: with the next step that it runs, the last one tells that it has gone on.
 The first stage then computes the old steps with drafts of zeros, and the last stage throws away
 what comes of them.
+
+Trees. Their shapes travel with the drafts, and from the first stage to the ones in between: masks
+and positions of the nodes follow from them. The last stage knows which path is accepted, and moves
+its KV right behind the root. All other stages get the slots of that move. They need it before any
+step that was launched since: a page may be one of the prefix cache by then, or have another row. So
+with trees the last stage sends a message for every step, drafts or none, and the moves of the steps
+before come first.
+
+A row that was retracted may have lost its pages before its move comes. What would be moved to a
+page with a new owner is left out.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from aserve.errors import ConfigError
 from aserve.gpu.decode.base import StepRunner
+from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.parallel.pipe import Pipe
 from aserve.gpu.spec.base import AFTER_NORM, Drafter, DraftRows, Drafts, HiddenWants, Verified
-from aserve.gpu.spec.request import LoadedDrafter, SpecOptions
+from aserve.gpu.spec.verify import path_moves
 from aserve.gpu.step.future_map import RelayField
 from aserve.gpu.step.resolve import DeviceStep
-from aserve.messages.step import DraftTree
+from aserve.messages.base import ArrayI32, array_i32
+from aserve.messages.step import DraftTree, ScheduleBatch
 
 NOTHING = torch.empty(0, dtype=torch.int64)
+MANY_STEPS = 64  # more than are in flight
 
 
 class DraftSender:
@@ -39,7 +53,7 @@ class DraftSender:
 
     def __init__(self, drafter: Drafter, pipe: Pipe) -> None:
         self.max_drafts = drafter.max_drafts
-        self.tree: DraftTree | None = None
+        self.tree = drafter.tree
         self.wants: HiddenWants = drafter.wants
         self.fields: tuple[RelayField, ...] = drafter.fields
         self.key_lookahead = drafter.key_lookahead
@@ -47,61 +61,134 @@ class DraftSender:
         self._drafter = drafter
         self._pipe = pipe
         self._next = 0  # the step behind the last one whose drafts, if it had any, were sent
+        self._has_sent = False  # a message of the step that drafts
 
     def draft(self, runner: StepRunner, rows: DraftRows) -> Drafts:
         drafts = self._drafter.draft(runner, rows)
+        values = drafts.tokens if self.tree is None else _with_parents(drafts)
         width = rows.num_drafts - drafts.tokens.shape[1]
-        self._pipe.send(rows.iteration, functional.pad(drafts.tokens, (0, width)))
-        self._next = rows.iteration + 1
+        self._send(rows.iteration, functional.pad(values, (0, width)))
         return drafts
 
     def extend(
         self, runner: StepRunner, step: DeviceStep, verified: Verified
     ) -> Mapping[str, Tensor]:
+        if self.tree is not None and step.plan.num_drafts.any():
+            moves = path_moves(step.batch, verified.starts, verified.paths, verified.counts)
+            slots = torch.stack([torch.stack(each) for each in moves])
+            self._pipe.send(step.plan.iteration, slots, is_move=True)
         return self._drafter.extend(runner, step, verified)
 
     def pass_step(self, iteration: int) -> None:
         """Call it when a step has its drafts, or has none."""
-        if iteration > self._next:
-            self._pipe.send(iteration, NOTHING)
+        is_awaited = self.tree is not None and not self._has_sent
+        if is_awaited or iteration > self._next:
+            self._send(iteration, NOTHING)
         self._next = max(self._next, iteration + 1)
+        self._has_sent = False
+
+    def _send(self, iteration: int, values: Tensor) -> None:
+        self._pipe.send(iteration, values)
+        self._next = iteration + 1
+        self._has_sent = True
+
+
+def _with_parents(drafts: Drafts) -> Tensor:
+    """[2, n, drafts]."""
+    assert drafts.parents is not None
+    return torch.stack((drafts.tokens, drafts.parents))
 
 
 class ReceivedDrafts:
-    """A `Drafter` of the stages before the last one. Without a pipe, nobody reads its drafts."""
+    """A `Drafter` of the stages before the last one. Between the first and the last stage only the
+    shapes of trees are read."""
 
-    def __init__(self, max_drafts: int, pipe: Pipe | None) -> None:
+    def __init__(
+        self, max_drafts: int, pipe: Pipe | None, next_pipe: Pipe | None, tree: DraftTree | None
+    ) -> None:
+        """pipe: from which drafts come; next_pipe: to a stage that reads them, too."""
         self.max_drafts = max_drafts
-        self.tree: DraftTree | None = None
+        self.tree = tree
         self.wants = AFTER_NORM
         self.fields: tuple[RelayField, ...] = ()
         self.key_lookahead = 0
         self.num_forwards = 0
         self._pipe = pipe
+        self._next_pipe = next_pipe
+        self._window = NOTHING  # of the step that has its turn
+        self._has_window = False
+        self._moves = TreeMoves()
+        if pipe is not None:
+            pipe.on_move = self._note_move
+
+    def begin(self, runner: StepRunner, batch: ScheduleBatch) -> None:
+        """Awaits the drafts of a step, before any of its pages is written. Does nothing the second
+        time."""
+        if self._pipe is None or self._has_window:
+            return
+        self._moves.pools = runner.state.pools
+        self._window = NOTHING
+        if self.tree is not None or len(drafting_rows(batch)):
+            window = self._pipe.take(batch.iteration)
+            self._window = NOTHING if window is None else window.view(torch.int64)
+        if self._next_pipe is not None:
+            self._next_pipe.send(batch.iteration, self._window)
+        self._moves.note_pages(batch)
+        self._has_window = True
+
+    def pass_step(self, _iteration: int) -> None:
+        self._has_window = False
 
     def draft(self, _runner: StepRunner, rows: DraftRows) -> Drafts:
-        shape = len(rows.rows), rows.num_drafts
-        tokens = torch.zeros(shape, dtype=torch.int64, device=rows.rows.device)
-        if self._pipe is not None:
-            self._pipe.receive(rows.iteration, tokens)
-        return Drafts(tokens)
+        shape = (1 if self.tree is None else 2, len(rows.rows), rows.num_drafts)
+        values = self._window
+        if not len(values):
+            values = torch.zeros(shape, dtype=torch.int64, device=rows.rows.device)
+        values = values.view(shape)
+        return Drafts(values[0], None if self.tree is None else values[1])
 
     def extend(
         self, _runner: StepRunner, _step: DeviceStep, _verified: Verified
     ) -> Mapping[str, Tensor]:
         return {}
 
+    def _note_move(self, iteration: int, data: Tensor) -> None:
+        slots = data.view(torch.int64)
+        if self._next_pipe is not None:
+            self._next_pipe.send(iteration, slots, is_move=True)
+        self._moves.run(iteration, slots)
 
-def received_drafts(max_drafts: int, pipe: Pipe | None) -> LoadedDrafter:
-    return LoadedDrafter(ReceivedDrafts(max_drafts, pipe), None, "in the last stage")
+
+class TreeMoves:
+    """Moves the KV of accepted paths in the pools of a stage."""
+
+    def __init__(self) -> None:
+        self.pools: KvPools | None = None
+        self._given: deque[tuple[int, list[ArrayI32]]] = deque(maxlen=MANY_STEPS)
+
+    def note_pages(self, batch: ScheduleBatch) -> None:
+        """The step has its turn, and gives pages to rows."""
+        pages = [array_i32(writes.pages) for writes in batch.page_writes]
+        if any(map(len, pages)):
+            self._given.append((batch.iteration, pages))
+
+    def run(self, iteration: int, slots: Tensor) -> None:
+        """slots int64 [2 * groups * n], sources and targets of the step's move."""
+        pools = self.pools
+        assert pools is not None
+        sources, targets = slots.view(2, len(pools.page_tables), -1)
+        given = [pages for number, pages in self._given if number > iteration]
+        for group, target in enumerate(targets):
+            lost = [slots.new_tensor(pages[group]) for pages in given]
+            if lost:
+                is_lost = torch.isin(target // pools.page_size, torch.cat(lost))
+                sources[group] = torch.where(is_lost, 0, sources[group])
+                targets[group] = torch.where(is_lost, 0, target)
+        pools.move(tuple(sources), tuple(targets))
 
 
-def refuse_trees(options: SpecOptions) -> None:
-    """WHY: the KV of an accepted path is moved behind its root, on every stage, and only the last
-    one knows the path."""
-    if options.topk not in (None, 1) or options.token_tree is not None:
-        raise ConfigError(
-            "--speculative-topk above 1 and --speculative-token-tree do not go with stages: which "
-            "path of a tree is accepted is known to the last stage alone; leave out one of both",
-            param="speculative_topk",
-        )
+def drafting_rows(batch: ScheduleBatch) -> ArrayI32:
+    """Returns the rows with drafts."""
+    if batch.verify is None:
+        return np.empty(0, np.int32)
+    return array_i32(batch.rows)[array_i32(batch.verify.num_drafts) > 0]

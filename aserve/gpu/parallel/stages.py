@@ -29,10 +29,12 @@ from aserve.gpu.models.base import Attend, CausalModel, HiddenCapture
 from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.models.stages import StageLayers, stage_layers
 from aserve.gpu.parallel.collectives import ALONE, Collectives
-from aserve.gpu.parallel.early_drafts import EarlyDrafts
+from aserve.gpu.parallel.early_drafts import UNWATCHED, EarlyDrafts, StepWatch
 from aserve.gpu.parallel.pipe import Pipe
-from aserve.gpu.parallel.staged_drafts import DraftSender, received_drafts, refuse_trees
+from aserve.gpu.parallel.staged_drafts import DraftSender, ReceivedDrafts
 from aserve.gpu.spec.request import DraftRequest, LoadedDrafter
+from aserve.gpu.spec.tree import DraftTrees
+from aserve.gpu.step.forward_batch import ForwardBatch, ForwardOverrides
 from aserve.gpu.step.future_map import LAST_TOKEN, SEQ_LEN
 from aserve.gpu.step.held import HeldSample
 from aserve.gpu.step.plan import StepPlan
@@ -41,7 +43,7 @@ from aserve.gpu.step.results import Packed, pack_nothing
 from aserve.gpu.transfer.staging import DeviceArrays
 from aserve.gpu.weights.source import ONE_STAGE, Stage, Target, wide_dtype
 from aserve.messages.executor import EngineSpec
-from aserve.messages.step import ScheduleBatch
+from aserve.messages.step import DraftTree, ScheduleBatch
 
 WITHOUT_MODEL = "NGRAM"  # the drafter that reads token ids alone
 UNKNOWN = -1  # a length that only the last stage knows
@@ -69,7 +71,7 @@ class StagedDecoder:
         self.pipe = pipe
         is_compiled = pipe.device.type == "cpu"  # which computes wide streams
         self._sent_dtype = wide_dtype(self.dtype) if is_compiled else self.dtype
-        self.sender: DraftSender | None = None  # of the last stage's drafts
+        self.drafts: DraftSender | ReceivedDrafts | None = None  # that travel between stages
         self.draft_early: Callable[[], None] = _do_nothing
         self._streams: list[Tensor] = []  # captured in this step, [tokens, hidden] each
 
@@ -162,21 +164,35 @@ class StagedMode:
         self._mode = mode
         self._model = model
         self._samples = model.is_last
-        self._sender = model.sender
+        self._drafts = model.drafts
         self._early: EarlyDrafts | None = None
-        # NOTE: drafts that go before hidden states come would have two devices wait to be received.
-        if self._sender is not None and model.pipe.is_buffered:
-            self._early = EarlyDrafts(mode, ranks, vocab_size=model.vocab_size)
+        self._trees: DraftTrees | None = None
+        if not isinstance(self._drafts, DraftSender):
+            if mode.caps.tree is not None:
+                self._trees = DraftTrees(mode.caps.tree, mode.caps.max_tokens_per_step - 1)
+        elif model.pipe.is_buffered:
+            # NOTE: drafts that go before hidden states come would have two devices wait to be
+            # received.
+            self._early = EarlyDrafts(mode, self._drafts, ranks, vocab_size=model.vocab_size)
 
     def note_launch(self, batch: ScheduleBatch) -> None:
         """The step will have its turn. It is called on the event loop's thread."""
         if self._early is not None:
             self._early.note(batch)
 
+    def begin(self, runner: StepRunner, batch: ScheduleBatch) -> None:
+        """The step has its turn. Nothing of it has been written yet."""
+        if isinstance(self._drafts, ReceivedDrafts):
+            self._drafts.begin(runner, batch)
+
     def draft(self, runner: StepRunner, plan: StepPlan, arrays: DeviceArrays) -> None:
-        (self._early or self._mode).draft(runner, plan, arrays)
-        if self._sender is not None:
-            self._sender.pass_step(plan.iteration)
+        if self._early is not None:
+            self._early.draft(runner, plan, arrays)
+            return
+        self.begin(runner, plan.batch)
+        self._mode.draft(runner, plan, arrays)
+        if self._drafts is not None:
+            self._drafts.pass_step(plan.iteration)
 
     def step(self, runner: StepRunner, step: DeviceStep, publish: OnPublish) -> Packed:
         self._model.iteration = step.plan.iteration
@@ -186,7 +202,7 @@ class StagedMode:
             self._model.draft_early = functools.partial(self._early.make, runner)
         if self._samples:
             return self._mode.step(runner, step, publish)
-        runner.forward(step.batch)
+        runner.forward(self._planted(runner, step))
         rows, relay = step.batch.rows, runner.relay
         if SEQ_LEN in relay:
             # How many drafts are accepted is known in the last stage. The host knows it before the
@@ -195,6 +211,14 @@ class StagedMode:
             relay.publish(rows, torch.where(has_drafts, UNKNOWN, step.batch.lens))
         relay.stash(rows, {LAST_TOKEN: torch.zeros_like(rows)}, iteration=step.iteration)
         return pack_nothing(rows.device)
+
+    def _planted(self, runner: StepRunner, step: DeviceStep) -> ForwardBatch:
+        """Returns the forward with the positions and masks of its draft trees."""
+        tree = None if self._trees is None else self._trees.of(step, runner.relay)
+        if tree is None:
+            return step.batch
+        overrides = ForwardOverrides(rope_positions=tree.positions, tree_mask=tree.mask)
+        return step.batch.overridden(overrides, is_debug=step.batch.is_debug)
 
     def sample_held(self, runner: StepRunner, held: HeldSample, publish: OnPublish) -> Packed:
         return self._mode.sample_held(runner, held, publish)
@@ -235,18 +259,30 @@ class Pipeline:
         if options.algorithm == WITHOUT_MODEL:
             options = msgspec.structs.replace(options, shared_table_size=0)
             return load(replace(request, options=options))
-        refuse_trees(options)
         if not model.is_last:
-            max_drafts = self.world.least(FAR)
+            model.drafts = self._received(model)
             model.captured = self._agreed_layers(model, ())
-            return received_drafts(max_drafts, model.pipe if model.is_first else None)
+            return LoadedDrafter(model.drafts, None, "in the last stage")
         loaded = load(replace(request, target=model.decoder))
         if loaded.model is not None:
             refuse_kv_elsewhere(loaded.model.layers, model.own)
+        tree = loaded.drafter.tree
         self.world.least(loaded.drafter.max_drafts)
+        self.world.least(0 if tree is None else tree.max_depth)
         model.captured = self._agreed_layers(model, loaded.drafter.wants.layer_ids)
-        model.sender = DraftSender(loaded.drafter, model.pipe)
-        return replace(loaded, drafter=model.sender)
+        model.drafts = DraftSender(loaded.drafter, model.pipe)
+        return replace(loaded, drafter=model.drafts)
+
+    def _received(self, model: StagedDecoder) -> ReceivedDrafts:
+        """Returns the drafts of a stage before the last one."""
+        max_drafts, depth = self.world.least(FAR), self.world.least(FAR)
+        tree = DraftTree(depth) if depth else None
+        is_read = model.is_first or tree is not None
+        is_passed_on = tree is not None and self.stage.number + 2 < self.stage.count
+        pipe = model.pipe
+        return ReceivedDrafts(
+            max_drafts, pipe if is_read else None, pipe if is_passed_on else None, tree
+        )
 
     def _agreed_layers(self, model: StagedDecoder, wanted: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the layers whose streams the last stage wants."""
@@ -289,9 +325,11 @@ class Pipeline:
 UNDIVIDED = Pipeline()
 
 
-def launch_notes(mode: DecodeMode) -> Callable[[ScheduleBatch], None] | None:
-    """Returns what a pipeline's stage is to be told of each launch."""
-    return mode.note_launch if isinstance(mode, StagedMode) else None
+def watch_of(mode: DecodeMode, runner: StepRunner) -> StepWatch:
+    """Returns what a pipeline's stage does when a step is launched, and when it has its turn."""
+    if not isinstance(mode, StagedMode):
+        return UNWATCHED
+    return StepWatch(mode.note_launch, functools.partial(mode.begin, runner))
 
 
 def groups_of(model: CausalModel) -> tuple[LayerGroup, ...]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -129,15 +130,25 @@ def path_results(sampled: Sampled, windows: Windows, accepted: Accepted, scored:
     )
 
 
+Slots: TypeAlias = tuple[Tensor, ...]  # int64 [n], one per layer group
+
+
 def compact(pools: KvPools, batch: ForwardBatch, starts: Tensor, accepted: Accepted) -> None:
     """Moves the KV and token ids of the accepted paths to the places right behind their roots."""
-    depths = torch.arange(accepted.paths.shape[1], device=starts.device)
-    is_used = depths < accepted.counts[:, None]
+    pools.move(*path_moves(batch, starts, accepted.paths, accepted.counts))
+
+
+def path_moves(
+    batch: ForwardBatch, starts: Tensor, paths: Tensor, counts: Tensor
+) -> tuple[Slots, Slots]:
+    """Returns the slots from which, and to which, accepted paths are moved."""
+    depths = torch.arange(paths.shape[1], device=starts.device)
+    is_used = depths < counts[:, None]
     sources, targets = (
         (starts[:, None] + torch.where(is_used, places, 0)).reshape(-1)
-        for places in (accepted.paths, depths.expand_as(accepted.paths))
+        for places in (paths, depths.expand_as(paths))
     )
-    pools.move(
+    return (
         tuple(slots.index_select(0, sources) for slots in batch.slots),
         tuple(slots.index_select(0, targets) for slots in batch.slots),
     )
