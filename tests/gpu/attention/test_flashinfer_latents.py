@@ -14,7 +14,7 @@ from aserve.gpu.attention.latents import LatentBackend
 from aserve.gpu.models.latent_attention import LatentInputs
 from aserve.gpu.step.forward_batch import ForwardBatch
 from tests.fakes.flashinfer import LISTED_IN_TORCH, FakeFlashInfer
-from tests.gpu.attention.backend_parity import SHAPES, Layout, assert_attends, latent_layer
+from tests.gpu.attention.backend_parity import SHAPES, Layout, assert_attends, latent_layer, layer
 from tests.gpu.attention.test_flashinfer import site_of
 from tests.gpu.attention.test_flashinfer_replan import LENGTHS, Replays
 from tests.gpu.attention.test_latents import LAYER, attend, filled, inputs_of, naive
@@ -89,3 +89,17 @@ def test_the_sizes_of_deepseek_are_taken_and_others_refused() -> None:
     ):
         with pytest.raises(AttentionUnavailable, match=message):
             build(refused)
+
+
+def test_a_release_whose_plans_have_workspaces_of_their_own_is_not_used_for_latents() -> None:
+    """Its other wrappers are used as before."""
+
+    class Rewritten(FakeFlashInfer):
+        MLAPlanMetadata = object
+
+    layouts = Layout(DEEPSEEK, dtype=torch.bfloat16), Layout(layer())
+    sites = [site_of(layout, layout.pools(1)) for layout in layouts]
+    with pytest.raises(AttentionUnavailable, match=r"from 0\.7 on; 0\.6 can"):
+        build_flashinfer(Rewritten(), sites[0])
+    build_flashinfer(FakeFlashInfer(), sites[0])
+    build_flashinfer(Rewritten(), sites[1])

@@ -313,7 +313,7 @@ def build_flashinfer(
     check_kv_dtype(site.pools.device, site.pools.dtype)
     if any(layer.mask is Mask.NONE and layer.window is not None for layer in site.layers):
         raise AttentionUnavailable("has no windows in layers without a causal mask")
-    check_latents(site)
+    check_latents(site, lambda: package.mla)
     try:
         with site.device.stream():
             backend = FlashInfer(package, site, ops=ops)

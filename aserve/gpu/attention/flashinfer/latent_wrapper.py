@@ -21,6 +21,7 @@ from aserve.gpu.kv.layer_groups import LayerSpec, Mask
 
 VALUE_DIM = 512  # the only sizes for which there are kernels, those of DeepSeek
 HEAD_DIM = VALUE_DIM + 64
+OWN_WORKSPACES = "MLAPlanMetadata"  # flashinfer.mla has it since its wrapper was rewritten, in 0.7
 
 
 class MlaWrapper(Protocol):
@@ -78,12 +79,20 @@ def latent_pages(pool: Tensor, page_size: int, value_dim: int) -> tuple[Tensor, 
     return pages[..., :value_dim], pages[..., value_dim:]
 
 
-def check_latents(site: AttentionSite) -> None:
-    """Raises AttentionUnavailable for latents that the kernels do not support."""
+def check_latents(site: AttentionSite, module: Callable[[], MlaModule]) -> None:
+    """Raises AttentionUnavailable for latents that the kernels, or this release, do not support.
+
+    WHY not 0.7: its wrapper makes a workspace of its own in each plan, and ignores the one that
+    plans of captured forwards share. A replay would read the plan of another step.
+    """
     if not has_only_latents(site):
         if any(layer.head_dim == HEAD_DIM for layer in site.layers):
             raise AttentionUnavailable(f"supports head_dim {HEAD_DIM} in layers of latents only")
         return
+    if hasattr(module(), OWN_WORKSPACES):
+        raise AttentionUnavailable(
+            "cannot share a workspace among plans of latent KV from 0.7 on; 0.6 can"
+        )
     if site.has_tree_masks:
         raise AttentionUnavailable("does not support tree masks with latent KV")
     if site.pools.dtype != site.dtype:
