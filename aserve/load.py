@@ -168,8 +168,6 @@ def _among_ranks(
     from aserve.gpu.device.ranks import JoinOptions, join_ranks, rank_backend
 
     backend = rank_backend(device)
-    if backend.open_link is not None:
-        _refuse_host_exchange(resolved)
     own = place.in_stage
     # PERF: on shared cores each of several steps would have a part of the threads, and read all
     # weights: with Qwen3-0.6B 0.63 of one process with 8 rows, and 1.09 in turns, with all threads.
@@ -189,24 +187,6 @@ def _among_ranks(
         shares_memory=backend.shares_memory,
     )
     return dataclasses.replace(options, experts=_expert_ranks(resolved, own, options))
-
-
-def _refuse_host_exchange(resolved: Resolved) -> None:
-    """Raises ConfigError for what goes through sockets and gloo, from the host's memory."""
-    from aserve.gpu.parallel.experts import EXCHANGING
-
-    all_to_all = resolved.experts.all2all_backend
-    is_divided = resolved.expert_parallel_size > 1
-    asked = {
-        f"--all2all-backend {all_to_all}": is_divided and all_to_all in EXCHANGING,
-        "--enable-eplb": resolved.experts.enable_eplb,
-    }
-    if flags := [flag for flag, is_asked in asked.items() if is_asked]:
-        raise ConfigError(
-            f"{' and '.join(flags)}: this travels from the memory of the CPU, so it is not for "
-            "ranks on GPUs; leave it out there, or give --device cpu",
-            param="device",
-        )
 
 
 @contextlib.contextmanager

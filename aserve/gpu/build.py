@@ -48,7 +48,7 @@ from aserve.gpu.models.load import make_loader
 from aserve.gpu.models.pooling import PooledModel, generating
 from aserve.gpu.moe.two_batches import two_batches
 from aserve.gpu.parallel.collectives import ALONE, Collectives
-from aserve.gpu.parallel.experts import ExpertRanks
+from aserve.gpu.parallel.experts import ExpertRanks, graph_rows
 from aserve.gpu.parallel.fused_model import with_fusable_sums, with_fused_sums
 from aserve.gpu.parallel.joint import JointDecoder
 from aserve.gpu.parallel.source import for_rank
@@ -393,7 +393,7 @@ class _Parts:
             self.device,
             0 if is_staged else options.graph_rows,
             None if is_divided or options.hisparse or options.two_batches else options.piece_tokens,
-            max_rows=self.max_rows,
+            max_rows=graph_rows(options.experts, self.mode, self.max_rows),
             max_tokens=self.max_batched_tokens,
         )
 
@@ -435,6 +435,7 @@ def _graphs(parts: _Parts, made: _Made) -> StepGraphs:
             *(made.runner, parts.device, attention.backend, made.spec, table),
             ranks=parts.options.ranks,
             forwards=made.forwards,
+            experts=parts.options.experts,
         )
     )
 

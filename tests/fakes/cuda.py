@@ -367,6 +367,8 @@ class FakeCuda:
         elif blocks[1] is None:
             real_source = real_source.clone()  # from here on the host may change it
         self.ask(Work("a copy", reads, writes, functools.partial(real_target.copy_, real_source)))
+        if not is_async and not target.is_meta:  # the host waits for the values
+            self.run_until(dict(self.current_stream().clock))
         return target
 
     def _order(self, stream: Stream, work: Work) -> None:

@@ -59,6 +59,25 @@ class FakeNccl:
 
         self.cuda.ask(Work("an all-gather", *blocks, run))
 
+    def alltoall_base(
+        self, received: Tensor, sent: Tensor, sizes: list[int], sent_sizes: list[int], /
+    ) -> None:
+        source, target = self.cuda._twin(sent), self.cuda._twin(received)
+        counts = torch.tensor(sent_sizes)
+
+        def run() -> None:
+            """Each rank gives all that it sends, behind the counts."""
+            every, head = self._exchange(torch.cat((counts.view(torch.uint8), source))), len(counts)
+            parts = []
+            for each in every:
+                given = each[: 8 * head].clone().view(torch.int64).tolist()
+                parts.append(each[8 * head :].split(given)[self._rank])
+            assert [len(part) for part in parts] == sizes
+            target.copy_(torch.cat(parts))
+
+        blocks = [self.cuda._block(sent)], [self.cuda._block(received)]
+        self.cuda.ask(Work("an all-to-all", *blocks, run))
+
     def send(self, tensors: list[Tensor], rank: int, _tag: int, /) -> None:
         """It ends when the other rank has received."""
         [x] = tensors

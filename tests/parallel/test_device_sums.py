@@ -50,7 +50,7 @@ def by_group(ranks: DeviceCollectives) -> DeviceCollectives:
 
 
 def gathered(ranks: DeviceCollectives) -> DeviceCollectives:
-    return DeviceCollectives(ranks.host, ranks._group, [GatheredSum(ranks.gather)])
+    return DeviceCollectives(ranks.host, ranks.group, [GatheredSum(ranks.gather)])
 
 
 def fused(ranks: DeviceCollectives) -> DeviceCollectives:
@@ -132,7 +132,7 @@ def test_every_way_has_the_sum_of_the_reference(
         buffer = torch.zeros(BUFFER_BYTES, dtype=torch.uint8)
         symmetric = SymmetricSum("stand-in", through, buffer, BUFFER_BYTES)
         found = [gathered(ranks).sum(x.clone()), ranks.sum(x.clone())]
-        found.append(DeviceCollectives(ranks.host, ranks._group, [symmetric]).sum(x.clone()))
+        found.append(DeviceCollectives(ranks.host, ranks.group, [symmetric]).sum(x.clone()))
         assert sums_right(ranks.sum, ranks, CPU)
         assert not sums_right(lambda own: own, ranks, CPU)
         assert ranks.least(3 - rank) == 2

@@ -39,6 +39,9 @@ All state is written on the executor's thread.
 # shape is captured right behind that step, and not when the executor is idle, which each rank would
 # be at another time. After each capture the ranks agree whether all of them have it.
 #
+# Experts. Those of ranks may move between two steps (gpu/parallel/balancer.py), but not within a
+# capture. Each replay is told of as a forward.
+#
 # Attention. Some backends plan on the host for each step. Under graphs they make a plan per shape
 # (`StaticPlans.make`), whose buffers the graph reads, and `refresh` it before each replay.
 #
@@ -68,6 +71,7 @@ from aserve.gpu.cudagraph.shapes import ShapeTable, StepShape, padded_plan, padd
 from aserve.gpu.decode.base import OnPublish
 from aserve.gpu.device.base import Captured, Device, GraphBreak, slice_len_of
 from aserve.gpu.parallel.collectives import ALONE, Collectives
+from aserve.gpu.parallel.experts import ExpertRanks
 from aserve.gpu.runner import ModelRunner
 from aserve.gpu.step.plan import StepPlan
 from aserve.gpu.step.results import Layout, Packed
@@ -86,6 +90,7 @@ class GraphParts:
     table: ShapeTable
     ranks: Collectives = ALONE  # that capture together
     forwards: ForwardGraphs | None = None  # those of steps that have no graph
+    experts: ExpertRanks | None = None
 
 
 class Launched(NamedTuple):
@@ -206,6 +211,8 @@ class StepGraphs:
 
     def replay(self, graph: StepGraph, plan: StepPlan, publish: OnPublish) -> Packed:
         """Replays a graph whose words have been staged. `plan` is padded. The result is a copy."""
+        if self._parts.experts is not None:
+            self._parts.experts.before_replay()
         planner = self._parts.attention.static_plans
         if planner is not None:
             planner.refresh(self._plans[graph.shape], plan.kv_lens + plan.query_lens)
@@ -291,5 +298,6 @@ class StepGraphs:
             layouts.append(packed.layout)
             return packed.words
 
-        captured = parts.device.capture(body)
+        with contextlib.nullcontext() if parts.experts is None else parts.experts.capturing():
+            captured = parts.device.capture(body)
         return StepGraph(shape, captured, layouts[-1], words, parts.spec.page_size)

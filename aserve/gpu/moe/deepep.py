@@ -15,6 +15,7 @@ Rank r has the experts from r * n to (r + 1) * n. Source: https://github.com/dee
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -34,6 +35,9 @@ class Exchange(Protocol):
 
     @property
     def num_ranks(self) -> int: ...
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Returns a context for a wait for the device, which may be waiting for another rank."""
 
     def start(self, parts: Sequence[tuple[Tensor, ...]]) -> object:
         """`parts` has the tensors for each rank. They must not change until `finish` returns."""
@@ -56,7 +60,8 @@ class NormalDispatcher:
         tokens, parts = [], []
         for rank in range(self._exchange.num_ranks):
             is_own = owners == rank
-            chosen = is_own.any(dim=1).nonzero().flatten()
+            with self._exchange.waiting():
+                chosen = is_own.any(dim=1).nonzero().flatten()
             local = torch.where(is_own, routed.experts - rank * self._num_own, -1)
             tokens.append(chosen)
             parts.append((x[chosen], local[chosen], routed.weights[chosen]))

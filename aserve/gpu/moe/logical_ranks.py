@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -79,6 +80,9 @@ class LogicalExchange:
     @property
     def num_ranks(self) -> int:
         return self.ranks.num_ranks
+
+    def waiting(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def start(self, parts: Parts) -> int:
         mine = self.ranks.posted[self.rank]

@@ -3,6 +3,9 @@
 All ranks route all tokens, so each of them counts the same tokens per expert, computes the same
 placement, and moves a layer's weights between the same two forwards; nobody tells anybody. The
 copies of an expert take its tokens in turns.
+
+Weights, counts and the table of slots stay where they are on the device, so that a captured graph
+counts, and reads what has moved. Its replays are counted by the host (`ExpertRanks.before_replay`).
 """
 
 from __future__ import annotations
@@ -28,15 +31,21 @@ class Turns:
 
     __slots__ = ("_num_copies", "_slots")
 
-    def __init__(self, slots: Sequence[int], num_experts: int) -> None:
+    def __init__(self, slots: Sequence[int], num_experts: int, device: torch.device) -> None:
         """The number of experts stands for one that is not there, and that of slots too."""
+        shape = num_experts + 1, len(slots) - num_experts + 1
+        self._num_copies = torch.empty(shape[0], dtype=torch.int64, device=device)
+        self._slots = torch.empty(shape, dtype=torch.int64, device=device)
+        self.place(slots)
+
+    def place(self, slots: Sequence[int]) -> None:
+        num_experts, most = len(self._slots) - 1, self._slots.shape[1]
         places: list[list[int]] = [[] for _ in range(num_experts)]
         for slot, expert in enumerate(slots):
             places[expert].append(slot)
         places.append([len(slots)])
-        most = max(map(len, places))
-        self._num_copies = torch.tensor([len(own) for own in places])
-        self._slots = torch.tensor([own + own[:1] * (most - len(own)) for own in places])
+        self._num_copies.copy_(torch.tensor([len(own) for own in places]))
+        self._slots.copy_(torch.tensor([own + own[:1] * (most - len(own)) for own in places]))
 
     def __call__(self, experts: Tensor) -> Tensor:
         """experts int64 [tokens, k] -> slots int64 [tokens, k]."""
@@ -55,7 +64,7 @@ class ExpertMoves:
         """`old` and `new` have the expert in each slot. All ranks call this."""
         by_rank = [self._parts(slots) for slots in (old, new)]
         held, wanted = by_rank
-        rank = self.exchange.place.rank
+        rank = self.exchange.ranks.rank
         plan = [_missing(held[other], wanted[other]) for other in range(len(held))]
         owner = {expert: slot // len(held[0]) for slot, expert in reversed([*enumerate(old)])}
         stacks = [layer.stack for layer in self.layers]
@@ -67,7 +76,8 @@ class ExpertMoves:
             return [held[rank].index(expert) for expert in experts]
 
         parts = [
-            tuple(stack[rows(sent(other, rank))] for stack in stacks) for other in range(len(held))
+            tuple(_rows(stack, rows(sent(other, rank))) for stack in stacks)
+            for other in range(len(held))
         ]
         received = self.exchange.finish(self.exchange.start(parts))
         come = [expert for sender in range(len(held)) for expert in sent(rank, sender)]
@@ -75,11 +85,16 @@ class ExpertMoves:
         places = [there.index(expert) for expert in wanted[rank]]
         for number, layer in enumerate(self.layers):
             every = torch.cat([layer.stack, *(part[number] for part in received)])
-            layer.replace(every[places])
+            layer.replace(_rows(every, places))
 
     def _parts(self, slots: Sequence[int]) -> list[list[int]]:
         num_own = len(slots) // self.exchange.num_ranks
         return [list(slots[i : i + num_own]) for i in range(0, len(slots), num_own)]
+
+
+def _rows(stack: Tensor, places: Sequence[int]) -> Tensor:
+    """`stack[places]`, without indices that would be copied to the device."""
+    return torch.cat([stack[:0], *(stack[place : place + 1] for place in places)])
 
 
 def _missing(held: Sequence[int], wanted: Sequence[int]) -> list[int]:
@@ -93,7 +108,7 @@ class BalancedDispatcher:
 
     __slots__ = (
         *("_inner", "_interval", "_loads", "_moves", "_num_forwards", "_turns"),
-        "slots",
+        *("counts_forwards", "slots"),
     )
 
     def __init__(
@@ -104,27 +119,36 @@ class BalancedDispatcher:
         num_experts: int,
         interval: int,
         moves: ExpertMoves,
+        device: torch.device,
     ) -> None:
         self.slots = tuple(slots)  # the expert in each slot of all ranks
         self._inner = inner
         self._interval = interval  # forwards between two placements
         self._moves = moves
         self._num_forwards = 0
-        self._loads = torch.zeros(num_experts + 1, dtype=torch.int64)
-        self._turns = Turns(slots, num_experts)
+        self._loads = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)
+        self._turns = Turns(slots, num_experts, device)
+        self.counts_forwards = True  # False while a graph is captured
 
-    def start(self, x: Tensor, routed: Routed) -> Sent:
+    def count_forward(self) -> None:
+        """A forward begins. After `interval` of them, experts move before the next one."""
         if self._num_forwards == self._interval:
             self._rebalance()
         self._num_forwards += 1
+
+    def start(self, x: Tensor, routed: Routed) -> Sent:
+        if self.counts_forwards:
+            self.count_forward()
         # Data-parallel ranks pad their tokens with zeros, which no token's normed input is.
-        experts = routed.experts[x.any(dim=1)]
-        self._loads += torch.bincount(experts.flatten(), minlength=len(self._loads))
+        is_token = x.any(dim=1)[:, None].expand_as(routed.experts)
+        self._loads.scatter_add_(0, routed.experts.flatten(), is_token.flatten().long())
         return self._inner.start(x, Routed(self._turns(routed.experts), routed.weights))
 
     def _rebalance(self) -> None:
         """Experts stay where they are unless the new placement is better."""
-        loads = [int(load) for load in self._loads[:-1]]
+        with self._moves.exchange.waiting():
+            counted = torch.empty(len(self._loads), dtype=torch.int64).copy_(self._loads)
+        loads = [int(load) for load in counted[:-1]]
         ranks = self._moves.exchange.num_ranks
         slots = balanced(loads, num_slots=len(self.slots), num_ranks=ranks)
         before, after = (balancedness(loads, each, num_ranks=ranks) for each in (self.slots, slots))
@@ -134,4 +158,4 @@ class BalancedDispatcher:
         if after > before:
             self._moves.run(self.slots, slots)
             self.slots = slots
-            self._turns = Turns(slots, len(loads))
+            self._turns.place(slots)

@@ -124,10 +124,6 @@ class ProcessGroup(Protocol):
         self, every: list[list[Tensor]], own: list[Tensor], options: AllgatherOptions, /
     ) -> Work: ...
 
-    def alltoall_base(
-        self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int], /
-    ) -> Work: ...
-
 
 def gloo_group(place: Coordinates, *, name: str = "sums") -> ProcessGroup:
     """Meets the other ranks, which reach this one at `host_of`. Groups of different names are

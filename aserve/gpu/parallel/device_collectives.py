@@ -12,6 +12,7 @@ that gives it to the others, or by all ranks alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, TypeAlias
 
 import torch
@@ -36,6 +37,10 @@ class DeviceGroup(Protocol):
         self, every: Tensor, own: Tensor, options: AllgatherOptions, /
     ) -> Work | None: ...
 
+    def alltoall_base(
+        self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int], /
+    ) -> Work | None: ...
+
     def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> Work | None: ...
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> Work | None: ...
@@ -43,6 +48,7 @@ class DeviceGroup(Protocol):
     def abort(self) -> None: ...
 
 
+WaitContext: TypeAlias = Callable[[], AbstractContextManager[None]]
 # Makes a sum that is fused with the norm behind it, for a hidden size and dtype; None: there is
 # none. All ranks call it.
 MakeFused: TypeAlias = Callable[[int, torch.dtype], FusedSumNorm | None]
@@ -51,16 +57,17 @@ MakeFused: TypeAlias = Callable[[int, torch.dtype], FusedSumNorm | None]
 class DeviceCollectives:
     """`Collectives` of one device per rank."""
 
-    __slots__ = ("_group", "_ways", "host", "make_fused", "num_ranks", "rank")
+    __slots__ = ("_ways", "group", "host", "make_fused", "num_ranks", "rank", "waiting")
 
     def __init__(
         self, host: Collectives, group: DeviceGroup, ways: Sequence[AllReduce] = ()
     ) -> None:
         """`host` exchanges numbers. A tensor that none of `ways` takes is summed by the group."""
+        self.waiting: WaitContext = nullcontext  # for those who wait for the device within a step
         self.rank, self.num_ranks = host.rank, host.num_ranks
         self.host = host
         self.make_fused: MakeFused | None = None
-        self._group = group
+        self.group = group
         self._ways = tuple(ways)
 
     def sum(self, x: Tensor) -> Tensor:
@@ -76,7 +83,7 @@ class DeviceCollectives:
         """The sum by the process group, in place. x is contiguous and not empty."""
         options = AllreduceOptions()
         options.asyncOp = False  # on the caller's stream
-        _wait(self._group.allreduce([x], options))
+        _wait(self.group.allreduce([x], options))
         return x
 
     def concat(self, x: Tensor) -> Tensor:
@@ -89,7 +96,7 @@ class DeviceCollectives:
             options = AllgatherOptions()
             options.asyncOp = False
             own = x.contiguous().view(-1)
-            _wait(self._group._allgather_base(every.view(-1), own, options))
+            _wait(self.group._allgather_base(every.view(-1), own, options))
         return every
 
     def least(self, number: int) -> int:

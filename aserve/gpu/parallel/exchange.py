@@ -1,34 +1,42 @@
-"""The all-to-all between the processes of expert-parallel ranks, by torch.distributed with gloo.
+"""The all-to-all between the processes of expert-parallel ranks, by torch.distributed: with gloo on
+the CPU, and with NCCL between GPUs.
 
 The parts for a rank travel as bytes, all of an exchange in one call. Where shapes depend on the
-routing, the ranks first tell each other how many rows will come, and wait for that.
+routing, the hosts first tell each other how many rows will come, and wait for that. With fixed
+shapes nobody waits, so that CUDA graphs may have the exchange.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from aserve.gpu.parallel.collectives import ProcessGroup, Work, gloo_group
+from aserve.gpu.parallel.collectives import Collectives, Work, gloo_group
+from aserve.gpu.parallel.device_collectives import DeviceCollectives, DeviceGroup
 from aserve.parallel.topology import Coordinates, RankLost
 
 Part = tuple[Tensor, ...]
 
 
-def all_to_all_of(place: Coordinates) -> ProcessGroup:
-    """Meets the other ranks, in a group beside that of their sums."""
-    return gloo_group(place, name="experts")
+def all_to_all_of(place: Coordinates, ranks: Collectives) -> DeviceGroup:
+    """Returns the group of ranks on devices. On the host the ranks meet, in a group beside that of
+    their sums."""
+    if isinstance(ranks, DeviceCollectives):
+        return ranks.group
+    return cast(DeviceGroup, gloo_group(place, name="experts"))
 
 
 @dataclass(frozen=True, slots=True)
 class Posted:
     """An exchange that was started."""
 
-    work: Work
+    work: Work | None
     sent: Tensor  # bytes, which must live until they have been sent
     received: Tensor  # bytes
     sizes: list[int]  # bytes from each rank
@@ -42,13 +50,17 @@ class GroupExchange:
     ranks; else all tensors of a part have as many rows as its first one.
     """
 
-    group: ProcessGroup
-    place: Coordinates
+    group: DeviceGroup
+    ranks: Collectives
     has_fixed_shapes: bool
 
     @property
     def num_ranks(self) -> int:
-        return self.place.num_ranks
+        return self.ranks.num_ranks
+
+    def waiting(self) -> AbstractContextManager[None]:
+        ranks = self.ranks
+        return ranks.waiting() if isinstance(ranks, DeviceCollectives) else nullcontext()
 
     def start(self, parts: Sequence[Part]) -> Posted:
         like = parts[0]
@@ -71,27 +83,28 @@ class GroupExchange:
         return [_unpacked(*each, posted.like) for each in zip(pieces, counts, strict=True)]
 
     def _counts(self, counts: list[int]) -> list[int]:
-        sent, ones = torch.tensor(counts), [1] * len(counts)
-        received = torch.empty_like(sent)
-        self._wait(self._post(received, sent, ones, ones))
-        return [int(count) for count in received]
+        """Returns the rows that come from each rank, of those that go to each."""
+        host = self.ranks.host if isinstance(self.ranks, DeviceCollectives) else self.ranks
+        every = host.concat(torch.tensor(counts)).view(self.num_ranks, -1)
+        return [int(count) for count in every[:, self.ranks.rank]]
 
     def _post(
         self, received: Tensor, sent: Tensor, sizes: list[int], sent_sizes: list[int]
-    ) -> Work:
+    ) -> Work | None:
         try:
             return self.group.alltoall_base(received, sent, sizes, sent_sizes)
         except RuntimeError as error:
             raise self._lost(error) from error
 
-    def _wait(self, work: Work) -> None:
+    def _wait(self, work: Work | None) -> None:
         try:
-            work.wait()
+            if work is not None:
+                work.wait()
         except RuntimeError as error:
             raise self._lost(error) from error
 
     def _lost(self, error: RuntimeError) -> RankLost:
-        return RankLost(f"rank {self.place.rank} has lost another rank: {error}")
+        return RankLost(f"rank {self.ranks.rank} has lost another rank: {error}")
 
 
 def _num_bytes(tensor: Tensor, num_rows: int) -> int:

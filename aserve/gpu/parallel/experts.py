@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from aserve.errors import ConfigError
+from aserve.gpu.decode.base import DecodeMode
 from aserve.gpu.models.base import CausalModel
 from aserve.gpu.moe.deepep import LowLatencyDispatcher, NormalDispatcher
 from aserve.gpu.moe.dispatch import Dispatcher
 from aserve.gpu.moe.layer import ExpertMlp, GatedExperts
 from aserve.gpu.moe.two_batches import expert_layers, experts_of
 from aserve.gpu.parallel.balancer import BalancedDispatcher, ExpertMoves
-from aserve.gpu.parallel.collectives import ALONE, Collectives, ProcessGroup
+from aserve.gpu.parallel.collectives import ALONE, Collectives
+from aserve.gpu.parallel.device_collectives import DeviceGroup
 from aserve.gpu.parallel.exchange import GroupExchange, all_to_all_of
 from aserve.gpu.parallel.replicated_tokens import SlicedDispatcher, SummedDispatcher
 from aserve.gpu.parallel.source import PlacedExperts
@@ -29,13 +33,21 @@ MAX_LOW_LATENCY_TOKENS = 128
 class ExpertRanks:
     """The ranks among which the experts are divided."""
 
-    place: Coordinates
     ranks: Collectives
     dense: Collectives  # among which the other layers are divided
     part: ExpertPart
     backend: str
     interval: int | None  # forwards between two placements of the experts; None: they stay
-    group: ProcessGroup | None  # where rows travel
+    group: DeviceGroup | None  # where rows travel
+    balanced: list[BalancedDispatcher] = field(default_factory=list)  # of the layers, in order
+
+    def graph_tokens(self, most: int) -> int:
+        """Returns the tokens of the largest of forwards up to `most` that may be captured: with
+        rows that travel, those of the low-latency mode."""
+        if self.backend not in EXCHANGING:
+            return most
+        is_fixed = self.backend == LOW_LATENCY
+        return min(most, MAX_LOW_LATENCY_TOKENS * self.ranks.num_ranks if is_fixed else 0)
 
     def place_experts(self, model: CausalModel) -> None:
         """Connects the experts of a model that was built for `part`. Raises ConfigError for a
@@ -51,22 +63,42 @@ class ExpertRanks:
             )
         for mlp in layers:
             mlp.dispatcher = self._dispatcher(mlp)
+            if isinstance(mlp.dispatcher, BalancedDispatcher):
+                self.balanced.append(mlp.dispatcher)
+
+    def before_replay(self) -> None:
+        """A graph of a forward is about to be replayed."""
+        for dispatcher in self.balanced:
+            dispatcher.count_forward()
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Within it, forwards are captured, and move no experts."""
+        for dispatcher in self.balanced:
+            dispatcher.counts_forwards = False
+        try:
+            yield
+        finally:
+            for dispatcher in self.balanced:
+                dispatcher.counts_forwards = True
 
     def _dispatcher(self, mlp: ExpertMlp) -> Dispatcher:
         num_slots = self.part.num_slots(mlp.num_experts)
         inner = self._dispatcher_of_slots(num_slots)
         if self.interval is None or self.group is None:
             return inner
+        placed = _placed(mlp)
         return BalancedDispatcher(
             inner,
             [slot % mlp.num_experts for slot in range(num_slots)],
             num_experts=mlp.num_experts,
             interval=self.interval,
-            moves=ExpertMoves(self._exchange(self.group, has_fixed_shapes=False), _placed(mlp)),
+            moves=ExpertMoves(self._exchange(self.group, has_fixed_shapes=False), placed),
+            device=placed[0].stack.device,
         )
 
-    def _exchange(self, group: ProcessGroup, *, has_fixed_shapes: bool) -> GroupExchange:
-        return GroupExchange(group, self.place, has_fixed_shapes)
+    def _exchange(self, group: DeviceGroup, *, has_fixed_shapes: bool) -> GroupExchange:
+        return GroupExchange(group, self.ranks, has_fixed_shapes)
 
     def _dispatcher_of_slots(self, num_slots: int) -> Dispatcher:
         if self.group is None or self.backend not in EXCHANGING:
@@ -83,6 +115,14 @@ class ExpertRanks:
         return SlicedDispatcher(make, self.ranks)
 
 
+def graph_rows(experts: ExpertRanks | None, mode: DecodeMode, max_rows: int) -> int:
+    """Returns the rows of the largest step that may be captured."""
+    if experts is None:
+        return max_rows
+    width = max(1, *mode.graph_widths, mode.caps.max_predicted + 1)
+    return experts.graph_tokens(max_rows * width) // width
+
+
 def expert_ranks(
     place: Coordinates,
     ranks: Collectives,
@@ -95,9 +135,9 @@ def expert_ranks(
     """Meets the other ranks where rows or experts travel. `is_divided`: the other layers are
     divided too."""
     travels = backend in EXCHANGING or interval is not None
-    group = all_to_all_of(place) if travels else None
+    group = all_to_all_of(place, ranks) if travels else None
     dense = ranks if is_divided else ALONE
-    return ExpertRanks(place, ranks, dense, part, backend, interval, group)
+    return ExpertRanks(ranks, dense, part, backend, interval, group)
 
 
 def _placed(mlp: ExpertMlp) -> tuple[PlacedExperts, ...]:

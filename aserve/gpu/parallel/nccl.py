@@ -61,6 +61,7 @@ def join_by_nccl(
             ways = _peer_sums(place, plain, group, device)
     logger.info("ranks sum by %s", ", ".join([*(way.name for way in ways), "NCCL"]))
     ranks = DeviceCollectives(host, group, ways)
+    ranks.waiting = watch.waiting
     if ways and not is_deterministic:
         ranks.make_fused = lambda size, dtype: flashinfer_sum_norm(ranks, host, size, device, dtype)
     return ranks, watch

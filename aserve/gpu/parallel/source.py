@@ -64,12 +64,13 @@ class PlacedExperts:
 
     def __init__(self, stack: Tensor, prepare: Callable[[Tensor], GroupedLinearOp]) -> None:
         self._prepare = prepare
-        self.replace(stack)
+        self.stack = stack
+        self.part = prepare(stack)
 
     def replace(self, stack: Tensor) -> None:
-        """stack [experts, out, in]."""
-        self.stack = stack
-        self.part = self._prepare(stack)
+        """stack [experts, out, in]. Captured graphs read the weights where they are."""
+        self.stack.copy_(stack)
+        self.part = self._prepare(self.stack)
 
     def __call__(self, x: Tensor, groups: Groups, /) -> Tensor:
         """x [rows, in] -> [rows, out], with the groups of this rank's experts."""

@@ -22,7 +22,6 @@ from aserve.gpu.models.base import Attend
 from aserve.gpu.parallel import rank_watch
 from aserve.gpu.parallel.collectives import Collectives
 from aserve.gpu.parallel.rank_watch import RankWatch
-from aserve.load import _refuse_host_exchange
 from aserve.parallel.leader import ParallelExecutor
 from aserve.parallel.topology import Coordinates, Patience, RankLost
 from tests.fakes.cuda import FakeCuda, Graph
@@ -32,7 +31,6 @@ from tests.gpu.batch_builder import running
 from tests.gpu.drive import captured, make_executor, request, serve
 from tests.gpu.plain_engine import plain_tokens
 from tests.parallel.test_rank_traces import RankThread
-from tests.parallel.test_ranks import resolved_of
 
 NUM_RANKS = 2
 PATIENCE_S = 4.0
@@ -201,15 +199,3 @@ def test_fewer_gpus_than_ranks_are_refused_and_auto_takes_the_cpu(
     device = open_device("auto", devices_of(0, 2))
     assert device.torch_device.type == "cpu"
     assert "need a GPU each" in device.about
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True}],
-)
-def test_what_travels_from_the_memory_of_the_host_is_refused_on_gpus(
-    options: dict[str, object],
-) -> None:
-    with pytest.raises(ConfigError, match="this travels from the memory of the CPU"):
-        _refuse_host_exchange(resolved_of(**options))
-    _refuse_host_exchange(resolved_of(tensor_parallel_size=2, pipeline_parallel_size=2))

@@ -103,7 +103,12 @@ def test_ranks_compute_what_one_with_all_experts_does(
 def test_padding_is_no_load() -> None:
     """Data-parallel ranks pad their tokens with zeros, which are routed like all others."""
     balancer = BalancedDispatcher(
-        LocalDispatcher(4), range(4), num_experts=4, interval=9, moves=Mock(spec=ExpertMoves)
+        LocalDispatcher(4),
+        range(4),
+        num_experts=4,
+        interval=9,
+        moves=Mock(spec=ExpertMoves),
+        device=torch.device("cpu"),
     )
     x = torch.zeros(5, HIDDEN)
     x[1], x[3, 2] = 1.0, -0.5
@@ -153,7 +158,8 @@ def test_an_exchange_brings_each_rank_its_part(tmp_path: Path, *, is_fixed: bool
         return torch.full((num_rows,), sender, dtype=torch.int8), numbers + 10 * receiver
 
     def run(place: Coordinates) -> list[tuple[Tensor, ...]]:
-        exchange = GroupExchange(all_to_all_of(place), place, has_fixed_shapes=is_fixed)
+        ranks = GroupCollectives(place, Patience())
+        exchange = GroupExchange(all_to_all_of(place, ranks), ranks, has_fixed_shapes=is_fixed)
         posted = exchange.start([part(place.rank, other) for other in range(3)])
         return list(exchange.finish(posted))
 
@@ -182,9 +188,9 @@ class Rank:
 
 
 def placed(num_ranks: int, *, is_divided: bool) -> ExpertRanks:
-    place, ranks = Coordinates(1, num_ranks), Rank(1, num_ranks)
+    ranks = Rank(1, num_ranks)
     dense = ranks if is_divided else ALONE
-    return ExpertRanks(place, ranks, dense, ExpertPart(1, num_ranks), BACKENDS[0], None, None)
+    return ExpertRanks(ranks, dense, ExpertPart(1, num_ranks), BACKENDS[0], None, None)
 
 
 @pytest.mark.parametrize("is_divided", [True, False])
