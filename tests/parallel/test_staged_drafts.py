@@ -24,7 +24,7 @@ from aserve.gpu.models.stages import StageLayers
 from aserve.gpu.parallel.early_drafts import EarlyDrafts
 from aserve.gpu.parallel.pipe import Pipe
 from aserve.gpu.parallel.staged_drafts import DraftSender, ReceivedDrafts
-from aserve.gpu.parallel.stages import StagedDecoder, refuse_kv_elsewhere
+from aserve.gpu.parallel.stages import StagedDecoder, refuse_kv_elsewhere, refuse_tree
 from aserve.gpu.spec.base import DraftRows, Drafts
 from aserve.gpu.spec.registry import ALGORITHMS
 from aserve.messages.base import pack_i32
@@ -244,7 +244,14 @@ def test_all_stages_get_trees_and_moves_but_none_to_pages_that_were_given_away()
     assert [pools.moves for _, pools in stages] == [[([6, 0, 11], [6, 0, 7])]] * 2
 
 
-def test_kv_of_other_stages_is_refused() -> None:
+def test_draft_trees_between_devices_and_kv_of_other_stages_are_refused() -> None:
+    pipe = Pipe(None, None)
+    refuse_tree(DraftTree(2), pipe)
+    pipe.is_buffered = False
+    refuse_tree(None, pipe)
+    with pytest.raises(ConfigError, match="do not go with stages on GPUs"):
+        refuse_tree(DraftTree(2), pipe)
+
     def layer(index: int, kv_layer: int | None) -> LayerSpec:
         return LayerSpec(index, 1, 1, 8, 1.0, kv_layer=kv_layer)
 

@@ -269,6 +269,7 @@ class Pipeline:
         tree = loaded.drafter.tree
         self.world.least(loaded.drafter.max_drafts)
         self.world.least(0 if tree is None else tree.max_depth)
+        refuse_tree(tree, model.pipe)
         model.captured = self._agreed_layers(model, loaded.drafter.wants.layer_ids)
         model.drafts = DraftSender(loaded.drafter, model.pipe)
         return replace(loaded, drafter=model.drafts)
@@ -277,6 +278,7 @@ class Pipeline:
         """Returns the drafts of a stage before the last one."""
         max_drafts, depth = self.world.least(FAR), self.world.least(FAR)
         tree = DraftTree(depth) if depth else None
+        refuse_tree(tree, model.pipe)
         is_read = model.is_first or tree is not None
         is_passed_on = tree is not None and self.stage.number + 2 < self.stage.count
         pipe = model.pipe
@@ -341,6 +343,17 @@ def groups_of(model: CausalModel) -> tuple[LayerGroup, ...]:
         replace(group, layers=tuple(layer for layer in group.layers if layer.index in own))
         for group in group_layers(model.every_layer)
     )
+
+
+def refuse_tree(tree: DraftTree | None, pipe: Pipe) -> None:
+    """WHY: the move of an accepted path is sent before the result of its step, and received when
+    the next step begins. A device that waits to be received has no result until then."""
+    if tree is not None and not pipe.is_buffered:
+        raise ConfigError(
+            "--speculative-topk above 1 and --speculative-token-tree do not go with stages on "
+            "GPUs; leave out one of both, or give --device cpu",
+            param="speculative_topk",
+        )
 
 
 def refuse_kv_elsewhere(layers: Sequence[LayerSpec], own: StageLayers) -> None:
