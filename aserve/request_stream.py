@@ -221,6 +221,7 @@ class RequestStream:
         self._num_open, self._pending = 0, None
         if self._alarm is not None:
             self._alarm.stop()
+            self._alarm = None  # which names this stream
         for request_id in self._request_ids:
             self._leave(request_id)
         self._wake()

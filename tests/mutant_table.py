@@ -624,8 +624,8 @@ MUTANTS = (
     Mutant(
         "the KV of an accepted path that stays where its nodes are",
         "aserve/gpu/spec/verify.py",
-        "for places in (accepted.paths, depths.expand_as(accepted.paths))",
-        "for places in (accepted.paths, accepted.paths)",
+        "for places in (paths, depths.expand_as(paths))",
+        "for places in (paths, paths)",
         SPECULATION,
     ),
     Mutant(
