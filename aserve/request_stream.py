@@ -219,9 +219,6 @@ class RequestStream:
     def cancel(self) -> None:
         """Cancels the requests that still run and drops the unread chunks."""
         self._num_open, self._pending = 0, None
-        if self._alarm is not None:
-            self._alarm.stop()
-            self._alarm = None  # which names this stream
         for request_id in self._request_ids:
             self._leave(request_id)
         self._wake()
@@ -233,16 +230,20 @@ class RequestStream:
 
         The last chunk of a request has `is_last`; the iteration ends after that of every request.
         """
-        if idle_s is not None:
-            self._alarm = IdleAlarm(idle_s, self._wake)
-        while self._pending or self._num_open:
-            if not self._pending:
-                await self._arrival()  # PERF: a future, not a coroutine, which has 272 bytes
-            batch = self._pending.take() if self._pending else []
-            if batch or self._num_open:
-                yield batch
-            if self._pending:
-                await yield_to_loop()
+        alarm = self._alarm = None if idle_s is None else IdleAlarm(idle_s, self._wake)
+        try:
+            while self._pending or self._num_open:
+                if not self._pending:
+                    await self._arrival()  # PERF: a future, not a coroutine, which has 272 bytes
+                batch = self._pending.take() if self._pending else []
+                if batch or self._num_open:
+                    yield batch
+                if self._pending:
+                    await yield_to_loop()
+        finally:
+            if alarm is not None:
+                alarm.stop()
+                self._alarm = None  # it names this stream
         if self._is_unread:
             raise UnreadAnswer(
                 f"the client left more than {self._max_unread_bytes} bytes of the answer unread, "

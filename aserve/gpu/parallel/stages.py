@@ -138,7 +138,7 @@ class StagedDecoder:
 
 
 def _do_nothing() -> None:
-    """What a stage without a drafter drafts."""
+    """A stage without a drafter drafts nothing."""
 
 
 def _norm_before(decoder: Decoder, first: int) -> Norm:
