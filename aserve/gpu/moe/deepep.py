@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from aserve.errors import BugError
 from aserve.gpu.layers.grouped_linear import Groups
-from aserve.gpu.moe.dispatch import sort_by_expert, weighted_sums
+from aserve.gpu.moe.dispatch import OwnRows, own_rows, sort_by_expert, weighted_sums
 from aserve.gpu.moe.routing import Routed
 from aserve.gpu.moe.row_formats import PLAIN_ROWS, RowFormat
 
@@ -81,39 +81,28 @@ class SentTokens:
 
     def finish(self) -> ArrivedTokens:
         received = self.exchange.finish(self.posted)
-        x, experts, weights = map(torch.cat, zip(*received, strict=True))
-        is_own = experts >= 0
-        rows = sort_by_expert(torch.where(is_own, experts, self.num_own), self.num_own)
-        return ArrivedTokens(
-            self,
-            x=x[rows.order // experts.shape[1]],
-            groups=rows.groups,
-            order=rows.order,
-            is_own=is_own,
-            weights=weights,
-            sizes=tuple(len(part[0]) for part in received),
-        )
+        rows = own_rows(*map(torch.cat, zip(*received, strict=True)), num_own=self.num_own)
+        return ArrivedTokens(self, rows, tuple(len(part[0]) for part in received))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ArrivedTokens:
     """An `Arrived`."""
 
-    sent: SentTokens = field(kw_only=False)
-    x: Tensor
-    groups: Groups
-    order: Tensor  # of each row, its place in [received tokens, k], flat
-    is_own: Tensor  # bool [received tokens, k]: whether that expert is here
-    weights: Tensor  # [received tokens, k]
+    sent: SentTokens
+    rows: OwnRows
     sizes: tuple[int, ...]  # received tokens of each rank
 
+    @property
+    def x(self) -> Tensor:
+        return self.rows.x
+
+    @property
+    def groups(self) -> Groups:
+        return self.rows.groups
+
     def combine(self, y: Tensor) -> TokenSums:
-        unsorted = torch.empty_like(y)
-        unsorted[self.order] = y
-        by_expert = unsorted.view(*self.is_own.shape, y.shape[1])
-        own = torch.where(self.is_own[:, :, None], by_expert, 0.0)
-        sums = weighted_sums(own, self.weights)
-        parts = [(part,) for part in sums.split(self.sizes)]
+        parts = [(part,) for part in self.rows.sums(y).split(self.sizes)]
         return TokenSums(self.sent, self.sent.exchange.start(parts))
 
 

@@ -82,6 +82,35 @@ def weighted_sums(y: Tensor, weights: Tensor) -> Tensor:
     return total.to(y.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class OwnRows:
+    """The rows that a rank's own experts compute for some tokens, sorted by expert. Those of other
+    ranks' experts come last, and are in no group."""
+
+    x: Tensor  # [tokens * k, hidden]
+    groups: Groups
+    order: Tensor  # of each row, its place in [tokens, k], flat
+    is_own: Tensor  # bool [tokens, k]: whether that expert is here
+    weights: Tensor  # [tokens, k]
+
+    def sums(self, y: Tensor) -> Tensor:
+        """y [tokens * k, hidden], the experts' results -> [tokens, hidden], each token's weighted
+        sum over the experts that are here."""
+        unsorted = torch.empty_like(y)
+        unsorted[self.order] = y
+        by_expert = unsorted.view(*self.is_own.shape, y.shape[1])
+        own = torch.where(self.is_own[:, :, None], by_expert, 0.0)
+        return weighted_sums(own, self.weights)
+
+
+def own_rows(x: Tensor, experts: Tensor, weights: Tensor, *, num_own: int) -> OwnRows:
+    """x [tokens, hidden]; experts int64 [tokens, k], from 0 to `num_own` - 1 if they are here."""
+    is_own = (experts >= 0) & (experts < num_own)
+    rows = sort_by_expert(torch.where(is_own, experts, num_own), num_own)
+    tokens = rows.order // experts.shape[1]
+    return OwnRows(x[tokens], rows.groups, rows.order, is_own, weights)
+
+
 class LocalDispatcher:
     """The `Dispatcher` of a rank that has all experts: it sorts rows by expert."""
 

@@ -19,9 +19,9 @@ from aserve.gpu.moe.dispatch import (
     Arrived,
     Combining,
     Dispatcher,
+    OwnRows,
     Sent,
-    sort_by_expert,
-    weighted_sums,
+    own_rows,
 )
 from aserve.gpu.moe.routing import Routed
 from aserve.gpu.parallel.collectives import Collectives
@@ -36,41 +36,32 @@ class SummedDispatcher:
         self._ranks = ranks
         self._num_own = num_experts // ranks.num_ranks
 
-    def start(self, x: Tensor, routed: Routed) -> OwnRows:
+    def start(self, x: Tensor, routed: Routed) -> SummedRows:
         local = routed.experts - self._ranks.rank * self._num_own
-        is_own = (local >= 0) & (local < self._num_own)
-        rows = sort_by_expert(torch.where(is_own, local, self._num_own), self._num_own)
-        tokens = rows.order // routed.experts.shape[1]
-        return OwnRows(
-            x[tokens],
-            rows.groups,
-            order=rows.order,
-            is_own=is_own,
-            routed=routed,
-            ranks=self._ranks,
-        )
+        rows = own_rows(x, local, routed.weights, num_own=self._num_own)
+        return SummedRows(rows, self._ranks)
 
 
 @dataclass(frozen=True, slots=True)
-class OwnRows:
-    """Both `Sent` and `Arrived`. Rows of other ranks' experts come last, and are in no group."""
+class SummedRows:
+    """Both `Sent` and `Arrived`."""
 
-    x: Tensor
-    groups: Groups
-    order: Tensor  # of each row, its place in [tokens, k], flat
-    is_own: Tensor  # bool [tokens, k]
-    routed: Routed
+    rows: OwnRows
     ranks: Collectives
 
-    def finish(self) -> OwnRows:
+    @property
+    def x(self) -> Tensor:
+        return self.rows.x
+
+    @property
+    def groups(self) -> Groups:
+        return self.rows.groups
+
+    def finish(self) -> SummedRows:
         return self
 
     def combine(self, y: Tensor) -> OwnSums:
-        unsorted = torch.empty_like(y)
-        unsorted[self.order] = y
-        by_expert = unsorted.view(*self.is_own.shape, y.shape[1])
-        own = torch.where(self.is_own[:, :, None], by_expert, 0.0)
-        return OwnSums(weighted_sums(own, self.routed.weights), self.ranks)
+        return OwnSums(self.rows.sums(y), self.ranks)
 
 
 @dataclass(frozen=True, slots=True)
