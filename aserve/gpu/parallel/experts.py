@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -15,7 +15,8 @@ from aserve.gpu.moe.layer import ExpertMlp, GatedExperts
 from aserve.gpu.moe.two_batches import expert_layers, experts_of
 from aserve.gpu.parallel.balancer import BalancedDispatcher, ExpertMoves
 from aserve.gpu.parallel.collectives import ALONE, Collectives
-from aserve.gpu.parallel.device_collectives import DeviceGroup
+from aserve.gpu.parallel.deepep_kernels import DeepEpKernels, ExpertLayout, deepep_kernels
+from aserve.gpu.parallel.device_collectives import DeviceCollectives, DeviceGroup
 from aserve.gpu.parallel.exchange import GroupExchange, all_to_all_of
 from aserve.gpu.parallel.replicated_tokens import SlicedDispatcher, SummedDispatcher
 from aserve.gpu.parallel.source import PlacedExperts
@@ -40,6 +41,7 @@ class ExpertRanks:
     interval: int | None  # forwards between two placements of the experts; None: they stay
     group: DeviceGroup | None  # where rows travel
     balanced: list[BalancedDispatcher] = field(default_factory=list)  # of the layers, in order
+    kernels: list[DeepEpKernels] = field(default_factory=list)  # at most one, of all layers
 
     def graph_tokens(self, most: int) -> int:
         """Returns the tokens of the largest of forwards up to `most` that may be captured: with
@@ -61,6 +63,7 @@ class ExpertRanks:
                 "tensor for each expert in the checkpoint; leave it out",
                 param="expert_parallel_size",
             )
+        self._find_kernels(model, layers)
         for mlp in layers:
             mlp.dispatcher = self._dispatcher(mlp)
             if isinstance(mlp.dispatcher, BalancedDispatcher):
@@ -68,12 +71,14 @@ class ExpertRanks:
 
     def before_replay(self) -> None:
         """A graph of a forward is about to be replayed."""
+        self._prepare_kernels()
         for dispatcher in self.balanced:
             dispatcher.count_forward()
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """Within it, forwards are captured, and move no experts."""
+        self._prepare_kernels()
         for dispatcher in self.balanced:
             dispatcher.counts_forwards = False
         try:
@@ -81,6 +86,25 @@ class ExpertRanks:
         finally:
             for dispatcher in self.balanced:
                 dispatcher.counts_forwards = True
+
+    def _prepare_kernels(self) -> None:
+        for kernels in self.kernels:
+            kernels.prepare_low_latency()
+
+    def _find_kernels(self, model: CausalModel, layers: Sequence[ExpertMlp]) -> None:
+        """All layers of a model have as many experts, so one buffer serves them."""
+        ranks = self.ranks
+        if self.backend not in EXCHANGING or not isinstance(ranks, DeviceCollectives):
+            return
+        layout = ExpertLayout(
+            self.part.num_slots(layers[0].num_experts),
+            model.hidden_size,
+            model.dtype,
+            MAX_LOW_LATENCY_TOKENS if self.backend == LOW_LATENCY else 0,
+        )
+        kernels = deepep_kernels(ranks, layout, _placed(layers[0])[0].stack.device)
+        if kernels is not None:
+            self.kernels.append(kernels)
 
     def _dispatcher(self, mlp: ExpertMlp) -> Dispatcher:
         num_slots = self.part.num_slots(mlp.num_experts)
@@ -103,6 +127,9 @@ class ExpertRanks:
     def _dispatcher_of_slots(self, num_slots: int) -> Dispatcher:
         if self.group is None or self.backend not in EXCHANGING:
             return SummedDispatcher(num_slots, self.ranks)
+        if self.kernels:
+            [kernels] = self.kernels
+            return SlicedDispatcher(kernels.dispatcher, self.ranks)
         rows = self._exchange(self.group, has_fixed_shapes=True)
         normal = NormalDispatcher(num_slots, self._exchange(self.group, has_fixed_shapes=False))
         most = MAX_LOW_LATENCY_TOKENS if self.backend == LOW_LATENCY else 0

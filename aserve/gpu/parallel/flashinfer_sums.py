@@ -10,61 +10,24 @@ Source: flashinfer/comm/allreduce.py (0.7.2), TensorRT-LLM's allReduceFusionKern
 from __future__ import annotations
 
 import logging
-import struct
 from importlib.util import find_spec
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
 from aserve.gpu.parallel.collectives import Collectives
 from aserve.gpu.parallel.fused_norm import FusedSumNorm, sum_norm_ref
+from aserve.gpu.parallel.host_comm import HostComm
 
 MAX_TOKENS = 128  # as many as the kernel's one-shot mode is made for
 DTYPES = (torch.bfloat16, torch.float16)
 NUM_RANKS = (2, 4, 8)  # for which FlashInfer has compiled its kernel
-MESSAGE_BYTES = 4096  # of a handle, or of the path of a socket
-LENGTH = struct.Struct("<I")
 BACKEND = "trtllm"
 PATTERN = "kARResidualRMSNorm"
 TOLERANCE = 2e-2  # bfloat16 has 8 bits
 
 logger = logging.getLogger(__name__)
-
-
-class HostComm:
-    """FlashInfer's `CommBackend`: small messages of texts, bytes and truth values."""
-
-    def __init__(self, ranks: Collectives) -> None:
-        self._ranks = ranks
-
-    def Get_rank(self) -> int:  # MPI's name
-        return self._ranks.rank
-
-    def Get_size(self) -> int:
-        return self._ranks.num_ranks
-
-    def allgather(self, data: str | bytes | bool) -> tuple[Any, ...]:
-        message = LENGTH.pack(len(body := msgspec.msgpack.encode(data))) + body
-        padded = bytearray(message.ljust(MESSAGE_BYTES, b"\0"))
-        every = self._ranks.concat(torch.frombuffer(padded, dtype=torch.uint8))
-        return tuple(_decoded(part.tobytes()) for part in every.view(-1, MESSAGE_BYTES).numpy())
-
-    def bcast(self, data: str | bytes | bool | None, root: int) -> Any:
-        return self.allgather(b"" if data is None else data)[root]
-
-    def barrier(self) -> None:
-        self._ranks.least(0)
-
-    def Split(self, color: int, key: int) -> HostComm:
-        raise NotImplementedError("ranks of one stage are not divided further")
-
-
-def _decoded(data: bytes) -> Any:
-    """Zeros follow the message."""
-    [length] = LENGTH.unpack_from(data)
-    return msgspec.msgpack.decode(data[LENGTH.size : LENGTH.size + length])
 
 
 class FlashInferSumNorm:

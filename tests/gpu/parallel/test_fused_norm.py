@@ -17,8 +17,9 @@ from torch import Tensor
 from aserve.gpu.layers.ops import PLAIN
 from aserve.gpu.parallel import flashinfer_sums
 from aserve.gpu.parallel.collectives import GroupCollectives
-from aserve.gpu.parallel.flashinfer_sums import MAX_TOKENS, HostComm, flashinfer_sum_norm
+from aserve.gpu.parallel.flashinfer_sums import MAX_TOKENS, flashinfer_sum_norm
 from aserve.gpu.parallel.fused_norm import RankAddNorm, sum_norm_ref, with_fusable_norms
+from aserve.gpu.parallel.host_comm import HostComm
 from aserve.parallel.topology import Coordinates, Patience
 
 T = TypeVar("T")
