@@ -50,7 +50,7 @@ ANYTHING = Reach()
 BORDER = Reach(aserve=FIRST, packages=PLAIN)
 # What loads or runs a model.
 DEVICE = (
-    *(*PLAIN, "torch", "triton", "flashinfer", "mlx"),
+    *(*PLAIN, "torch", "triton", "flashinfer", "deep_ep", "mlx"),
     *("safetensors", "huggingface_hub", "transformers"),
 )
 

@@ -68,6 +68,10 @@ def mlp_on(device: torch.device, held: tuple[int, ...]) -> ExpertMlp:
     )
 
 
+def model_of(mlp: ExpertMlp) -> CausalModel:
+    return Mock(spec=CausalModel, mlps=(mlp,), hidden_size=HIDDEN, dtype=torch.float64)
+
+
 class Rank:
     def __init__(self, place: Coordinates, links: Links, backend: str) -> None:
         self.cuda = FakeCuda()
@@ -79,7 +83,7 @@ class Rank:
             )
             self.mlp = mlp_on(self.cuda.torch_device, part.held(NUM_EXPERTS))
             self.experts = ExpertRanks(ranks, ALONE, part, backend, INTERVAL, ranks.group)
-            self.experts.place_experts(cast(CausalModel, self.mlp))
+            self.experts.place_experts(model_of(self.mlp))
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -96,7 +100,7 @@ XS = [drawn(1, HIDDEN, seed=13 + n // 3) + 0.1 * drawn(TOKENS, HIDDEN, seed=n) f
 
 @pytest.fixture(autouse=True)
 def one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_ranks, "expert_layers", lambda mlp: (mlp,))
+    monkeypatch.setattr(expert_ranks, "expert_layers", lambda model: model.mlps)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -114,7 +118,7 @@ def test_ranks_on_devices_compute_what_one_with_all_experts_does(
         part = ExpertPart(place.rank, 2, num_redundant=2)
         mlp = mlp_on(torch.device("cpu"), part.held(NUM_EXPERTS))
         experts = ExpertRanks(ranks, ALONE, part, backend, INTERVAL, all_to_all_of(place, ranks))
-        experts.place_experts(cast(CausalModel, mlp))
+        experts.place_experts(model_of(mlp))
         found = [mlp(x) for x in XS]
         assert experts.balanced[0].slots != part_slots
         return found, ranks.waiting.call_count
