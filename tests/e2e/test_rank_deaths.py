@@ -1,6 +1,7 @@
 """kill -9 of each rank at random moments under 32 streams: all ranks are started again, and each
-stream goes on with the very same answer. Ranks are those of tensor parallelism, of a pipeline, of
-data parallel attention, and of expert parallelism.
+stream goes on with the very same answer. Ranks are those of tensor parallelism, of a pipeline, with
+drafts that travel from its last stage to its first one, of data parallel attention, and of expert
+parallelism.
 """
 
 from __future__ import annotations
@@ -27,13 +28,21 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 NUM_STREAMS = 32
 NUM_RANKS = 2
+PIPELINE = ("-pp", "2", "--overlap-depth", "2")
+DRAFTS = ("--speculative-algorithm", "EAGLE3")
 LAYOUTS = {
     "tensor": ("-tp", "2"),
-    "pipeline": ("-pp", "2", "--overlap-depth", "2"),
+    "pipeline": PIPELINE,
+    "pipeline with drafts": (*PIPELINE, *DRAFTS),
+    "pipeline with draft trees": (
+        *(*PIPELINE, *DRAFTS),
+        *("--speculative-topk", "3", "--speculative-num-steps", "3"),
+    ),
     "data": ("--enable-dp-attention", "--data-parallel-size", "2"),
     "expert": ("-ep", "2"),
 }
-EVERY_DAY = ("tensor", "pipeline")  # the others take no other way when a rank is lost
+# The others take no other way when a rank is lost.
+EVERY_DAY = ("tensor", "pipeline with draft trees")
 NUM_KILLS = 100 if IS_LARGE else 1
 KILLS_PER_CROWD = 2  # a request with which the engine dies a third time in a row is ended
 
@@ -64,6 +73,8 @@ async def test_killed_ranks_change_nothing_of_32_streams(layout: str, tmp_path: 
         received = server.metric("aserve_requests_received_total")
         assert received == server.metric("aserve_requests_ended_total")
         assert server.metric("aserve_requests_in_flight") == 0
+        if "--speculative-algorithm" in ranks:
+            assert server.metric("aserve_draft_tokens_accepted_total") > 0
         code, _ = server.end()
     assert code == 0, server.text
     assert "Traceback" not in server.text
