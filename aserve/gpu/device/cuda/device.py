@@ -25,6 +25,7 @@ from aserve.gpu.device.cuda.runtime import (
     WaitContext,
     WatchedEvent,
 )
+from aserve.gpu.device.cuda.side_stream import SideStream
 from aserve.gpu.device.ops import DeviceOps
 from aserve.gpu.layers.linear import prepare
 from aserve.gpu.weights.format import DTYPES, WeightFormat, WeightRequest, dtype_name
@@ -41,7 +42,6 @@ class CudaDevice:
     __slots__ = (
         "_copies",
         "_forwards",
-        "_is_ready",
         "_runtime",
         "_waiting",
         "about",
@@ -66,8 +66,7 @@ class CudaDevice:
         self._runtime = runtime
         self._waiting: WaitContext | None = None
         self._forwards = runtime.new_stream()
-        self._copies = runtime.new_stream()
-        self._is_ready = runtime.new_event()  # recorded anew for each copy
+        self._copies = SideStream(runtime)
 
     @contextmanager
     def stream(self) -> Iterator[None]:
@@ -105,14 +104,13 @@ class CudaDevice:
         return capture(self._runtime.new_graph, body)
 
     def copy_out(self, values: Tensor, host: Tensor) -> Event:
-        self._forwards.record_event(self._is_ready)
-        self._copies.wait_event(self._is_ready)
-        with self._runtime.on(self._copies):
+        with self._copies.reading(values):
             host.copy_(values, non_blocking=True)
-        self._runtime.keep(values, self._copies)
-        event = self._runtime.new_event()
-        self._copies.record_event(event)
-        return self._watched(event)
+        return self._watched(self._copies.mark())
+
+    def side_stream(self) -> SideStream:
+        """Returns a new stream for work that no forward waits for."""
+        return SideStream(self._runtime)
 
     def _watched(self, event: CudaEvent) -> Event:
         return event if self._waiting is None else WatchedEvent(event, self._waiting)
