@@ -57,8 +57,8 @@ from aserve.gpu.cudagraph.warmup import run_padding_steps
 from aserve.gpu.device.base import Device, Event, slice_len_of
 from aserve.gpu.disagg.kv_access import TorchKvAccess
 from aserve.gpu.live_loader import LiveLoader
-from aserve.gpu.parallel.early_drafts import UNWATCHED, StepWatch
 from aserve.gpu.parallel.joint import JointForward
+from aserve.gpu.parallel.step_watch import UNWATCHED, StepWatch, TurnDevice
 from aserve.gpu.runner import ModelRunner
 from aserve.gpu.sampling.plan import RowParams
 from aserve.gpu.step.held import HeldSample, read_drafts
@@ -110,6 +110,7 @@ class TorchExecutor:
         self._staging = PinnedSlots(parts.device, is_debug=parts.is_debug)
         self._staged: list[PinnedSlot] = []  # since the last event; written by the executor thread
         self._results = PinnedSlots(parts.device, is_debug=parts.is_debug)
+        self._turn_device = TurnDevice(self._stage, parts.device.mark)
         self._threads = StepThreads(self._run, land_after_all=self._land_after_all)
 
     # ------------------------------------------------------------ the event loop's thread
@@ -185,7 +186,7 @@ class TorchExecutor:
 
     def _step(self, batch: ScheduleBatch, ticket: StepTicket) -> None:
         start_s = time.perf_counter()
-        self._watch.begin(batch)
+        self._watch.begin(batch, self._turn_device)
         self._row_params.write(batch.row_inits)
         self._runner.state.kv_streams.begin(batch.iteration)
         vocab_size, slice_len = self.spec.vocab_size, self._slice_len

@@ -1,11 +1,17 @@
 """NCCL on simulated CUDA (cuda.py): a collective is work of its stream, and the ranks, which are
-threads, meet in it when that work runs. So a graph keeps it, and each replay meets again."""
+threads, meet in it when that work runs. So a graph keeps it, and each replay meets again.
+
+What two ranks send each other is in order, whichever way it goes: the n-th call of one of them
+meets the n-th of the other, and each keeps its stream until both have come. Where both send, or
+both receive, neither ever ends, as with messages of NCCL that are not buffered.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,6 +28,15 @@ from aserve.parallel.topology import Coordinates, Patience
 from tests.fakes.cuda import FakeCuda, Work
 
 
+@dataclass
+class Call:
+    """One end of a message. `values` are those of the device."""
+
+    sends: bool
+    values: Tensor
+    has_ended: bool = False
+
+
 class Links:
     """Where the parts of all ranks are, by the number of the collective."""
 
@@ -29,7 +44,9 @@ class Links:
         self.num_ranks = num_ranks
         self.changed = threading.Condition()
         self.parts: defaultdict[int, dict[int, Tensor]] = defaultdict(dict)
-        self.sent: dict[tuple[int, int], Tensor] = {}  # by sender and receiver, until it is taken
+        # By the two ranks and the number of the call between them: what each of them does.
+        self.calls: defaultdict[tuple[int, int, int], dict[int, Call]] = defaultdict(dict)
+        self.stuck: set[str] = set()
 
 
 class FakeNccl:
@@ -39,6 +56,7 @@ class FakeNccl:
     def __init__(self, cuda: FakeCuda, links: Links, rank: int) -> None:
         self.met: list[tuple[int, ...]] = []
         self.has_aborted = False
+        self._calls: defaultdict[int, list[Call]] = defaultdict(list)  # with each other rank
         self.cuda, self._links, self._rank = cuda, links, rank
 
     def allreduce(self, tensors: list[Tensor], _options: AllreduceOptions, /) -> None:
@@ -79,30 +97,38 @@ class FakeNccl:
         self.cuda.ask(Work("an all-to-all", *blocks, run))
 
     def send(self, tensors: list[Tensor], rank: int, _tag: int, /) -> None:
-        """It ends when the other rank has received."""
         [x] = tensors
-        twin, links, pair = self.cuda._twin(x), self._links, (self._rank, rank)
-
-        def run() -> None:
-            with links.changed:
-                links.sent[pair] = twin.clone()
-                self._until(lambda: pair not in links.sent)
-            self.met.append(tuple(twin.shape))
-
+        run = self._call(rank, Call(sends=True, values=self.cuda._twin(x)))
         self.cuda.ask(Work("a send", [self.cuda._block(x)], [], run))
 
     def recv(self, tensors: list[Tensor], rank: int, _tag: int, /) -> None:
         [x] = tensors
-        twin, links, pair = self.cuda._twin(x), self._links, (rank, self._rank)
+        run = self._call(rank, Call(sends=False, values=self.cuda._twin(x)))
+        self.cuda.ask(Work("a receive", [], [self.cuda._block(x)], run))
+
+    def _call(self, rank: int, call: Call) -> Callable[[], None]:
+        """Returns the work of a call, which the other rank has to make as well."""
+        own, links, made = self._rank, self._links, self._calls[rank]
+        low, high = sorted((own, rank))
+        number, before = len(made), made[-1:]
+        made.append(call)
 
         def run() -> None:
             with links.changed:
-                self._until(lambda: pair in links.sent)
-                twin.copy_(links.sent.pop(pair))
-                links.changed.notify_all()
-            self.met.append(tuple(twin.shape))
+                self._until(lambda: all(each.has_ended for each in before))
+                both = links.calls[low, high, number]
+                both[own] = call
+                self._until(lambda: rank in both)
+                if both[rank].sends == call.sends:
+                    links.stuck.add("both send" if call.sends else "both receive")
+                self._until(lambda: both[rank].sends != call.sends)
+                if not call.sends:
+                    call.values.copy_(both[rank].values)
+                    call.has_ended = both[rank].has_ended = True
+                self._until(lambda: call.has_ended)
+            self.met.append(tuple(call.values.shape))
 
-        self.cuda.ask(Work("a receive", [], [self.cuda._block(x)], run))
+        return run
 
     def abort(self) -> None:
         """What waits for another rank fails."""

@@ -11,8 +11,10 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -24,14 +26,17 @@ from aserve.gpu.models.stages import StageLayers
 from aserve.gpu.parallel.early_drafts import EarlyDrafts
 from aserve.gpu.parallel.pipe import Pipe
 from aserve.gpu.parallel.staged_drafts import DraftSender, ReceivedDrafts
-from aserve.gpu.parallel.stages import StagedDecoder, refuse_kv_elsewhere, refuse_tree
+from aserve.gpu.parallel.stages import StagedDecoder, refuse_kv_elsewhere
+from aserve.gpu.parallel.step_watch import TurnDevice
 from aserve.gpu.spec.base import DraftRows, Drafts
 from aserve.gpu.spec.registry import ALGORITHMS
-from aserve.messages.base import pack_i32
+from aserve.gpu.transfer.staging import DeviceArrays, HostArrays
+from aserve.measure_steps import warm_up
+from aserve.messages.base import array_i32, pack_i32
 from aserve.messages.changes import LoadLora
 from aserve.messages.step import DraftTree, PageWrites, VerifyPlan
 from tests.fakes.lora_adapters import write_adapter
-from tests.gpu.drive import Served, serve
+from tests.gpu.drive import Served, request, serve, serve_between
 from tests.parallel.test_rank_traces import joined
 from tests.parallel.test_ranks import (
     CROWDED,
@@ -96,8 +101,8 @@ def test_the_first_stage_begins_a_step_while_the_last_one_verifies_the_one_befor
             begun[model.iteration].set()
         return forward(model, *arguments, **named)
 
-    def make_and_wait(early: EarlyDrafts, runner: StepRunner) -> None:
-        make(early, runner)
+    def make_and_wait(early: EarlyDrafts, *arguments: Any) -> None:
+        make(early, *arguments)
         for number in early.made:
             if number not in overlapping and begun[number].wait(5.0):
                 overlapping.append(number)
@@ -124,10 +129,10 @@ def test_early_drafts_are_those_of_the_turn_of_their_step(
         found[-1][rows.iteration] = torch.where(is_real, drafts.tokens, -1).tolist()
         return drafts
 
-    def make(early: EarlyDrafts, runner: StepRunner) -> None:
+    def make(early: EarlyDrafts, *arguments: Any) -> None:
         nonlocal num_early
         before = len(early.made)
-        make_early(early, runner)
+        make_early(early, *arguments)
         num_early += len(early.made) - before
 
     make_early = EarlyDrafts.make
@@ -188,6 +193,28 @@ TREES: list[dict[str, Any]] = [
 
 
 @pytest.mark.slow
+async def test_a_tree_changes_no_logprob_behind_steps_that_an_engine_measures(
+    tmp_path: Path,
+) -> None:
+    """Numbers of steps and pages come again. A move that is left out leaves other KV."""
+    asked = [
+        request(ask.request_id, array_i32(ask.prompt_ids).tolist(), max_tokens=40, logprobs=1)
+        for ask in asks()
+    ]
+    executor = joined(resolved_of(**TWO, **TREES[1], num_pages=240), tmp_path / "store")
+    executor.start(asyncio.get_running_loop())
+    try:
+        assert await warm_up(executor)
+        many = await serve_between(executor, asked, first_iteration=1)
+    finally:
+        executor.close()
+    one = await asyncio.to_thread(serve, loaded(num_pages=240), asked)
+    assert many.outputs == one.outputs
+    for key, logprobs in one.logprobs.items():
+        assert many.logprobs[key] == pytest.approx(logprobs, abs=1e-6)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree["speculative_algorithm"])
 def test_a_draft_tree_on_stages_changes_no_token(
@@ -198,6 +225,14 @@ def test_a_draft_tree_on_stages_changes_no_token(
     assert many.outputs == plain().outputs
     assert many.num_retracted > 0
     assert any(batch.verify is not None and batch.verify.tree for batch in many.batches)
+
+
+def staged_on_host(arrays: HostArrays) -> DeviceArrays:
+    words = np.empty(arrays.num_words, np.int32)
+    return DeviceArrays(torch.from_numpy(words), arrays.write(words))
+
+
+ON_HOST = TurnDevice(staged_on_host, Mock())
 
 
 class MovedPools:
@@ -215,26 +250,31 @@ class MovedPools:
 
 
 def test_all_stages_get_trees_and_moves_but_none_to_pages_that_were_given_away() -> None:
-    """Slots 8 to 11 are page 2, which step 6 gives to another row before the move of step 5."""
+    """Slots 8 to 11 are page 2, which step 6 gives to another row before the move of step 5. Before
+    that, steps with the same and with later numbers had these pages."""
     ends = [socket.socketpair() for _ in range(2)]
     last, first = Pipe(None, ends[0][0]), Pipe(ends[0][1], ends[1][0])
     middle = Pipe(ends[1][1], None)
     stages = [(ReceivedDrafts(4, first, first, DraftTree(2)), MovedPools())]
     stages.append((ReceivedDrafts(4, middle, None, DraftTree(2)), MovedPools()))
     tree = torch.tensor([[[7, 8, 9]], [[0, 0, 1]]])
-    last.send(5, tree)
-    last.send(6, torch.empty(0, dtype=torch.int64))
+    nothing = torch.empty(0, dtype=torch.int64)
+    for iteration, values in ((5, nothing), (9, nothing), (5, tree), (6, nothing)):
+        last.send(iteration, values)
     last.send(5, torch.tensor([[[6, 7, 11]], [[6, 9, 7]]]), is_move=True)
     last.send(7, tree)
-    for iteration, pages in ((5, [1]), (6, [2]), (7, [3])):
-        writes = (PageWrites(pack_i32([1]), pack_i32([0]), pack_i32(pages)),)
-        verify = VerifyPlan(pack_i32([3]), DraftTree(2)) if iteration != 6 else None
+    window = VerifyPlan(pack_i32([3]), DraftTree(2))
+    for iteration, page, verify in (
+        *((5, 1, None), (9, 1, None)),
+        *((5, 1, window), (6, 2, None), (7, 3, window)),
+    ):
+        writes = (PageWrites(pack_i32([1]), pack_i32([0]), pack_i32([page])),)
         batch = msgspec.structs.replace(
             padding_batch(4, num_groups=1), iteration=iteration, page_writes=writes, verify=verify
         )
         for received, pools in stages:
             runner: Any = SimpleNamespace(state=SimpleNamespace(pools=pools))
-            received.begin(runner, batch)
+            received.begin(runner, batch, ON_HOST)
             if verify is not None:
                 rows: Any = SimpleNamespace(rows=[1], num_drafts=3)
                 drafts = received.draft(runner, rows)
@@ -244,14 +284,7 @@ def test_all_stages_get_trees_and_moves_but_none_to_pages_that_were_given_away()
     assert [pools.moves for _, pools in stages] == [[([6, 0, 11], [6, 0, 7])]] * 2
 
 
-def test_draft_trees_between_devices_and_kv_of_other_stages_are_refused() -> None:
-    pipe = Pipe(None, None)
-    refuse_tree(DraftTree(2), pipe)
-    pipe.is_buffered = False
-    refuse_tree(None, pipe)
-    with pytest.raises(ConfigError, match="do not go with stages on GPUs"):
-        refuse_tree(DraftTree(2), pipe)
-
+def test_a_drafter_that_reads_kv_of_other_stages_is_refused() -> None:
     def layer(index: int, kv_layer: int | None) -> LayerSpec:
         return LayerSpec(index, 1, 1, 8, 1.0, kv_layer=kv_layer)
 

@@ -72,7 +72,8 @@ def link_on_cuda(
     from aserve.gpu.parallel.nccl import link_by_nccl
 
     assert isinstance(device, CudaDevice)
-    link, watch = link_by_nccl(place, patience, device.torch_device, world)
+    sending = device.side_stream().reading
+    link, watch = link_by_nccl(place, patience, device.torch_device, world, sending=sending)
     device.watch_waits(watch.waiting)
     return link
 

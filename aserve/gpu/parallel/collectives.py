@@ -116,6 +116,8 @@ class GroupCollectives:
 class Work(Protocol):
     def wait(self) -> bool: ...
 
+    def is_completed(self) -> bool: ...
+
 
 class ProcessGroup(Protocol):
     """Types the part of torch's process groups that is used; their stubs have no collectives."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import torch
@@ -103,22 +104,47 @@ class DeviceCollectives:
         return self.host.least(number)
 
 
-class GroupLink:
-    """A `DeviceLink` between two neighbours of a group of all stages' ranks."""
+# Makes the context of a send, in which the caller's stream is one that no forward waits for.
+Sending: TypeAlias = Callable[[Tensor], AbstractContextManager[None]]
 
-    __slots__ = ("_after", "_before", "_group", "device")
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A neighbour, and the group in which this rank exchanges with it."""
+
+    group: DeviceGroup
+    rank: int
+
+
+class GroupLink:
+    """A `DeviceLink` between the neighbours of a ring.
+
+    NOTE: it knows no deadlock if `before` and `after` are of two groups wherever they are the same
+    rank. Then the two ends of a communicator do the same in the same order: one sends, and the
+    other receives. No forward waits for a send, so what a rank receives depends on what its sender
+    has computed by then, and on nothing that the sender receives later. With one communicator for
+    both directions, two ranks that send at once would wait for each other.
+    """
+
+    __slots__ = ("_after", "_before", "_sending", "_unsent", "device")
 
     def __init__(
-        self, group: DeviceGroup, device: torch.device, *, before: int, after: int
+        self, device: torch.device, *, before: Peer, after: Peer, sending: Sending
     ) -> None:
-        self._group, self._before, self._after = group, before, after
+        self._before, self._after = before, after
+        self._sending = sending
+        self._unsent: list[tuple[Work, Tensor]] = []  # whose memory must live until then
         self.device = device
 
     def send(self, data: Tensor) -> None:
-        _wait(self._group.send([data], self._after, 0))
+        with self._sending(data):
+            work = self._after.group.send([data], self._after.rank, 0)
+        if work is not None:
+            self._unsent.append((work, data))
+        self._unsent = [each for each in self._unsent if not each[0].is_completed()]
 
     def receive(self, into: Tensor) -> None:
-        _wait(self._group.recv([into], self._before, 0))
+        _wait(self._before.group.recv([into], self._before.rank, 0))
 
     def is_right(self, own: int, *, is_first: bool) -> bool:
         """Sends a number around the ring, and returns whether that of the rank before came. It
@@ -131,7 +157,8 @@ class GroupLink:
         self.receive(received)
         if not is_first:
             self.send(sent)
-        return bool((received == self._before % 256).all())
+        on_host = torch.empty(1, dtype=torch.uint8).copy_(received)
+        return on_host.tolist() == [self._before.rank % 256]
 
 
 def _wait(work: Work | None) -> None:

@@ -8,7 +8,8 @@ made them in the step's turn, the step before it would have ended by then, and o
 while the other computes. So before the last stage computes a step, it drafts for those which have
 been launched since: no row is in two steps, so what a row's drafts follow from is in the relay as
 soon as its next step is launched. That takes the scheduler a moment after the step before, and the
-last stage waits for it, if there are rows to be launched.
+last stage waits for it, if there are rows to be launched. A device that runs behind is waited for
+first: it has to be asked for the drafts before it is asked for the step.
 
 Until the step's turn, nothing else of it is done: no row gets its parameters, no page is cleared in
 the target's pools, and only rows with drafts get their pages. The step that runs has none of these
@@ -19,15 +20,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from aserve.gpu.decode.base import DecodeMode, StepRunner
 from aserve.gpu.parallel.collectives import Collectives
 from aserve.gpu.parallel.staged_drafts import DraftSender, drafting_rows
+from aserve.gpu.parallel.step_watch import TurnDevice
 from aserve.gpu.sampling.plan import RowParams
 from aserve.gpu.step.plan import StepPlan, plan_step
 from aserve.gpu.transfer.staging import DeviceArrays, HostArrays
@@ -38,21 +37,6 @@ LAUNCH_S = 0.005  # for the scheduler to launch the rows of a step that has ende
 NO_ROWS: ArrayI32 = np.empty(0, np.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class StepWatch:
-    """Is told of steps: of a launch on the event loop's thread, and of a turn on the executor's."""
-
-    note_launch: Callable[[ScheduleBatch], None]
-    begin: Callable[[ScheduleBatch], None]
-
-
-def ignore_step(_batch: ScheduleBatch) -> None:
-    pass
-
-
-UNWATCHED = StepWatch(ignore_step, ignore_step)
-
-
 class EarlyDrafts:
     """The steps that have been launched and wait. `note` is called on the event loop's thread, and
     everything else on the executor's."""
@@ -61,9 +45,7 @@ class EarlyDrafts:
         self, mode: DecodeMode, sender: DraftSender, ranks: Collectives, *, vocab_size: int
     ) -> None:
         """ranks: those of the last stage, which draft for the same steps at the same places."""
-        self.made: set[int] = (
-            set()
-        )  # iterations of the steps that wait and have their drafts, if any
+        self.made: set[int] = set()  # steps that wait and have their drafts, if any
         self._mode = mode
         self._sender = sender
         self._ranks = ranks
@@ -91,13 +73,14 @@ class EarlyDrafts:
         self._ready = np.setdiff1d(self._sampled, plan.rows)
         self._sampled = plan.logits.rows
 
-    def await_launch(self) -> None:
+    def await_launch(self, device: TurnDevice) -> None:
         """Waits for a step, if the step before has rows for it."""
         self._noted.clear()
         if len(self._ready) and not self._launched:
+            device.mark().synchronize()
             self._noted.wait(LAUNCH_S)
 
-    def make(self, runner: StepRunner) -> None:
+    def make(self, runner: StepRunner, device: TurnDevice) -> None:
         """Drafts for the steps that wait, in their order.
 
         An error fails the step that runs, which is innocent. So the rows of the guilty one draft in
@@ -111,10 +94,14 @@ class EarlyDrafts:
             params = self._take(runner)
             self._failed.update(drafting)
             if drafting:
-                _write_pages(runner, batch)
                 size, most = self._vocab_size, len(batch.input_ids)
                 plan = plan_step(batch, params, vocab_size=size, slice_len=most)
-                self._mode.draft(runner, plan, _arrays_of(plan))
+                arrays = HostArrays()
+                plan.stage(arrays)
+                _stage_pages(batch, arrays)
+                staged = device.stage(arrays)
+                _write_pages(batch, staged, runner)
+                self._mode.draft(runner, plan, staged)
             self._sender.pass_step(batch.iteration)
             self._failed.difference_update(drafting)
             self.made.add(batch.iteration)
@@ -127,23 +114,20 @@ class EarlyDrafts:
         return self._row_params
 
 
-def _write_pages(runner: StepRunner, batch: ScheduleBatch) -> None:
-    """Writes the page-table entries of rows with drafts, whose new pages the drafter may write."""
-    drafting, state = drafting_rows(batch), runner.state
+def _stage_pages(batch: ScheduleBatch, arrays: HostArrays) -> None:
+    """Adds the page-table entries of rows with drafts, whose new pages the drafter may write."""
+    drafting = drafting_rows(batch)
     for group, writes in enumerate(batch.page_writes):
-        rows, columns, pages = (
-            torch.from_numpy(array_i32(values).astype(np.int64))
-            for values in (writes.rows, writes.columns, writes.pages)
-        )
-        is_own = torch.from_numpy(np.isin(array_i32(writes.rows), drafting))
-        own = pages[is_own]
-        state.pools.write_pages(group, rows=rows[is_own], columns=columns[is_own], pages=own)
-        if state.draft_pools is not None:
-            state.draft_pools.clear(group, own)
+        is_own = np.isin(array_i32(writes.rows), drafting)
+        each = (array_i32(values)[is_own] for values in (writes.rows, writes.columns, writes.pages))
+        arrays.add(f"page_writes{group}", np.concatenate([*each]))
 
 
-def _arrays_of(plan: StepPlan) -> DeviceArrays:
-    arrays = HostArrays()
-    plan.stage(arrays)
-    words = np.empty(arrays.num_words, np.int32)
-    return DeviceArrays(torch.from_numpy(words), arrays.write(words))
+def _write_pages(batch: ScheduleBatch, arrays: DeviceArrays, runner: StepRunner) -> None:
+    state = runner.state
+    for group in range(len(batch.page_writes)):
+        rows, columns, pages = arrays.ints(f"page_writes{group}").view(3, -1)
+        if len(pages):
+            state.pools.write_pages(group, rows=rows, columns=columns, pages=pages)
+            if state.draft_pools is not None:
+                state.draft_pools.clear(group, pages)

@@ -18,7 +18,13 @@ from aserve.config import set_environment
 from aserve.errors import ConfigError
 from aserve.gpu.parallel.all_reduce import BUFFER_BYTES, AllReduce, GatheredSum, symmetric_sums
 from aserve.gpu.parallel.collectives import COLLECTIVE_S, Collectives, GroupCollectives
-from aserve.gpu.parallel.device_collectives import DeviceCollectives, DeviceGroup, GroupLink
+from aserve.gpu.parallel.device_collectives import (
+    DeviceCollectives,
+    DeviceGroup,
+    GroupLink,
+    Peer,
+    Sending,
+)
 from aserve.gpu.parallel.flashinfer_sums import flashinfer_sum_norm
 from aserve.gpu.parallel.meeting import store_of
 from aserve.gpu.parallel.pipe import neighbours
@@ -68,16 +74,36 @@ def join_by_nccl(
 
 
 def link_by_nccl(
-    place: Coordinates, patience: Patience, device: torch.device, world: Collectives
+    place: Coordinates,
+    patience: Patience,
+    device: torch.device,
+    world: Collectives,
+    *,
+    sending: Sending,
 ) -> tuple[GroupLink, RankWatch]:
     """Meets the ranks of the stages before and after this one. All ranks of `world` do so together.
-    The watch is for all of them."""
-    group = nccl_group(place.among_all)
-    watch = RankWatch(place.among_all, patience, group.abort)
+    The watch is for all of them.
+
+    NOTE: in a ring of two, both directions are between the same two ranks, so the way back from the
+    last stage to the first one has a group of its own.
+    """
+    groups = [nccl_group(place.among_all, name=name) for name in ("nccl", "nccl-back")]
+
+    def abort() -> None:
+        for group in groups:
+            group.abort()
+
+    watch = RankWatch(place.among_all, patience, abort)
     world.least(0)
     watch.start()
+    forth, back = groups
     before, after = neighbours(place)
-    link = GroupLink(group, device, before=before, after=after)
+    link = GroupLink(
+        device,
+        before=Peer(back if place.stage == 0 else forth, before),
+        after=Peer(back if place.is_last_stage else forth, after),
+        sending=sending,
+    )
     try:
         with watch.waiting():
             is_right = link.is_right(place.rank, is_first=place.stage == 0)
@@ -88,7 +114,7 @@ def link_by_nccl(
     return link, watch
 
 
-def nccl_group(place: Coordinates) -> DeviceGroup:
+def nccl_group(place: Coordinates, *, name: str = "nccl") -> DeviceGroup:
     # See rank_watch.py: the watch does what torch's would do by the end of the process.
     set_environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", wins=True)
     try:
@@ -101,7 +127,7 @@ def nccl_group(place: Coordinates) -> DeviceGroup:
         ) from None
     options = ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=COLLECTIVE_S)
-    store = store_of(place, "nccl")
+    store = store_of(place, name)
     return cast(DeviceGroup, ProcessGroupNCCL(store, place.rank, place.num_ranks, options))
 
 

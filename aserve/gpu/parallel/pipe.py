@@ -32,26 +32,24 @@ STEP_S = 60.0  # for a neighbour's step, which may compile or compute a long chu
 
 
 class DeviceLink(Protocol):
-    """Sends bytes between the devices of neighbouring stages, on the stream of the caller. Each
-    `send` needs a `receive` of as many bytes by the next stage."""
+    """Sends bytes between the devices of neighbouring stages, in order. Each `send` needs a
+    `receive` of as many bytes by the next stage."""
 
     @property
     def device(self) -> torch.device: ...
 
     def send(self, data: Tensor) -> None:
-        """data uint8 [bytes], to the next stage."""
+        """data uint8 [bytes], to the next stage. The caller's stream does not wait for it, so
+        nobody writes to `data` any more."""
 
     def receive(self, into: Tensor) -> None:
-        """into uint8 [bytes], from the stage before."""
+        """into uint8 [bytes], from the stage before. The caller's stream waits for it."""
 
 
 class Pipe:
     """The two ends that one stage has. A neighbour that is lost ends the caller with RankLost."""
 
-    __slots__ = (
-        *("__weakref__", "_after", "_before", "_kept", "_link", "device", "is_buffered"),
-        "on_move",
-    )
+    __slots__ = (*("__weakref__", "_after", "_before", "_kept", "_link", "device", "on_move"),)
 
     def __init__(
         self,
@@ -62,7 +60,6 @@ class Pipe:
         """before: to the stage before this one; after: to the next one. None: it is not used.
         Tensors are on the device of `link`, or on the CPU."""
         self.device = torch.device("cpu") if link is None else link.device
-        self.is_buffered = link is None  # a message may be sent before the next stage receives
         self._link = link
         self._before = before
         self._after = after

@@ -26,6 +26,7 @@ page with a new owner is left out.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Mapping
 
@@ -37,10 +38,12 @@ from torch.nn import functional
 from aserve.gpu.decode.base import StepRunner
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.parallel.pipe import Pipe
+from aserve.gpu.parallel.step_watch import TurnDevice
 from aserve.gpu.spec.base import AFTER_NORM, Drafter, DraftRows, Drafts, HiddenWants, Verified
 from aserve.gpu.spec.verify import path_moves
 from aserve.gpu.step.future_map import RelayField
 from aserve.gpu.step.resolve import DeviceStep
+from aserve.gpu.transfer.staging import HostArrays
 from aserve.messages.base import ArrayI32, array_i32
 from aserve.messages.step import DraftTree, ScheduleBatch
 
@@ -60,14 +63,15 @@ class DraftSender:
         self.num_forwards = drafter.num_forwards
         self._drafter = drafter
         self._pipe = pipe
-        self._next = 0  # the step behind the last one whose drafts, if it had any, were sent
-        self._has_sent = False  # a message of the step that drafts
+        self._next = 0  # the step behind the last one that had its drafts, or had none
+        self._sent: int | None = None  # the step whose drafts were sent, until it is passed
 
     def draft(self, runner: StepRunner, rows: DraftRows) -> Drafts:
         drafts = self._drafter.draft(runner, rows)
         values = drafts.tokens if self.tree is None else _with_parents(drafts)
         width = rows.num_drafts - drafts.tokens.shape[1]
-        self._send(rows.iteration, functional.pad(values, (0, width)))
+        self._pipe.send(rows.iteration, functional.pad(values, (0, width)))
+        self._sent = rows.iteration
         return drafts
 
     def extend(
@@ -81,16 +85,10 @@ class DraftSender:
 
     def pass_step(self, iteration: int) -> None:
         """Call it when a step has its drafts, or has none."""
-        is_awaited = self.tree is not None and not self._has_sent
-        if is_awaited or iteration > self._next:
-            self._send(iteration, NOTHING)
-        self._next = max(self._next, iteration + 1)
-        self._has_sent = False
-
-    def _send(self, iteration: int, values: Tensor) -> None:
-        self._pipe.send(iteration, values)
-        self._next = iteration + 1
-        self._has_sent = True
+        is_awaited = self.tree is not None or iteration != self._next
+        if is_awaited and self._sent != iteration:
+            self._pipe.send(iteration, NOTHING)
+        self._next, self._sent = iteration + 1, None
 
 
 def _with_parents(drafts: Drafts) -> Tensor:
@@ -121,12 +119,12 @@ class ReceivedDrafts:
         if pipe is not None:
             pipe.on_move = self._note_move
 
-    def begin(self, runner: StepRunner, batch: ScheduleBatch) -> None:
+    def begin(self, runner: StepRunner, batch: ScheduleBatch, device: TurnDevice | None) -> None:
         """Awaits the drafts of a step, before any of its pages is written. Does nothing the second
         time."""
         if self._pipe is None or self._has_window:
             return
-        self._moves.pools = runner.state.pools
+        self._moves.pools, self._moves.device = runner.state.pools, device
         self._window = NOTHING
         if self.tree is not None or len(drafting_rows(batch)):
             window = self._pipe.take(batch.iteration)
@@ -164,27 +162,49 @@ class TreeMoves:
 
     def __init__(self) -> None:
         self.pools: KvPools | None = None
-        self._given: deque[tuple[int, list[ArrayI32]]] = deque(maxlen=MANY_STEPS)
+        self.device: TurnDevice | None = None
+        self._begun: deque[tuple[int, list[ArrayI32]]] = deque(maxlen=MANY_STEPS)
 
     def note_pages(self, batch: ScheduleBatch) -> None:
         """The step has its turn, and gives pages to rows."""
         pages = [array_i32(writes.pages) for writes in batch.page_writes]
-        if any(map(len, pages)):
-            self._given.append((batch.iteration, pages))
+        self._begun.append((batch.iteration, pages))
 
     def run(self, iteration: int, slots: Tensor) -> None:
         """slots int64 [2 * groups * n], sources and targets of the step's move."""
         pools = self.pools
         assert pools is not None
         sources, targets = slots.view(2, len(pools.page_tables), -1)
-        given = [pages for number, pages in self._given if number > iteration]
-        for group, target in enumerate(targets):
-            lost = [slots.new_tensor(pages[group]) for pages in given]
-            if lost:
-                is_lost = torch.isin(target // pools.page_size, torch.cat(lost))
-                sources[group] = torch.where(is_lost, 0, sources[group])
-                targets[group] = torch.where(is_lost, 0, target)
+        given = self._given_since(iteration)
+        if any(map(len, itertools.chain(*given))):
+            every = [np.concatenate(pages) for pages in zip(*given, strict=True)]
+            is_kept = torch.stack(
+                [
+                    ~(target[:, None] // pools.page_size == pages).any(dim=1)
+                    for target, pages in zip(targets, self._staged(every), strict=True)
+                ]
+            )
+            sources, targets = sources * is_kept, targets * is_kept
         pools.move(tuple(sources), tuple(targets))
+
+    def _given_since(self, iteration: int) -> list[list[ArrayI32]]:
+        """Returns the pages that were given away behind the step, by step and group. NOTE: numbers
+        of steps begin anew after those that an engine measures when it starts."""
+        given: list[list[ArrayI32]] = []
+        for number, pages in reversed(self._begun):
+            if number == iteration:
+                break
+            given.append(pages)
+        return given
+
+    def _staged(self, every: list[ArrayI32]) -> list[Tensor]:
+        """Returns the pages of each layer group on the device, int64 [n] each."""
+        assert self.device is not None
+        arrays = HostArrays()
+        for group, pages in enumerate(every):
+            arrays.add(f"{group}", pages)
+        staged = self.device.stage(arrays)
+        return [staged.ints(f"{group}") for group in range(len(every))]
 
 
 def drafting_rows(batch: ScheduleBatch) -> ArrayI32:

@@ -29,9 +29,10 @@ from aserve.gpu.models.base import Attend, CausalModel, HiddenCapture
 from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.models.stages import StageLayers, stage_layers
 from aserve.gpu.parallel.collectives import ALONE, Collectives
-from aserve.gpu.parallel.early_drafts import UNWATCHED, EarlyDrafts, StepWatch
+from aserve.gpu.parallel.early_drafts import EarlyDrafts
 from aserve.gpu.parallel.pipe import Pipe
 from aserve.gpu.parallel.staged_drafts import DraftSender, ReceivedDrafts
+from aserve.gpu.parallel.step_watch import UNWATCHED, StepWatch, TurnDevice
 from aserve.gpu.spec.request import DraftRequest, LoadedDrafter
 from aserve.gpu.spec.tree import DraftTrees
 from aserve.gpu.step.forward_batch import ForwardBatch, ForwardOverrides
@@ -165,14 +166,13 @@ class StagedMode:
         self._model = model
         self._samples = model.is_last
         self._drafts = model.drafts
+        self._device: TurnDevice | None = None  # None: the step is none of the executor's
         self._early: EarlyDrafts | None = None
         self._trees: DraftTrees | None = None
         if not isinstance(self._drafts, DraftSender):
             if mode.caps.tree is not None:
                 self._trees = DraftTrees(mode.caps.tree, mode.caps.max_tokens_per_step - 1)
-        elif model.pipe.is_buffered:
-            # NOTE: drafts that go before hidden states come would have two devices wait to be
-            # received.
+        else:
             self._early = EarlyDrafts(mode, self._drafts, ranks, vocab_size=model.vocab_size)
 
     def note_launch(self, batch: ScheduleBatch) -> None:
@@ -180,16 +180,20 @@ class StagedMode:
         if self._early is not None:
             self._early.note(batch)
 
-    def begin(self, runner: StepRunner, batch: ScheduleBatch) -> None:
+    def begin(self, runner: StepRunner, batch: ScheduleBatch, device: TurnDevice) -> None:
         """The step has its turn. Nothing of it has been written yet."""
+        self._device = device
+        self._receive(runner, batch)
+
+    def _receive(self, runner: StepRunner, batch: ScheduleBatch) -> None:
         if isinstance(self._drafts, ReceivedDrafts):
-            self._drafts.begin(runner, batch)
+            self._drafts.begin(runner, batch, self._device)
 
     def draft(self, runner: StepRunner, plan: StepPlan, arrays: DeviceArrays) -> None:
         if self._early is not None:
             self._early.draft(runner, plan, arrays)
             return
-        self.begin(runner, plan.batch)
+        self._receive(runner, plan.batch)
         self._mode.draft(runner, plan, arrays)
         if self._drafts is not None:
             self._drafts.pass_step(plan.iteration)
@@ -197,9 +201,10 @@ class StagedMode:
     def step(self, runner: StepRunner, step: DeviceStep, publish: OnPublish) -> Packed:
         self._model.iteration = step.plan.iteration
         self._model.captures = not step.plan.batch.skips_drafter
-        if self._early is not None:
-            self._early.await_launch()
-            self._model.draft_early = functools.partial(self._early.make, runner)
+        early, device = self._early, self._device
+        if early is not None and device is not None:
+            early.await_launch(device)
+            self._model.draft_early = functools.partial(early.make, runner, device)
         if self._samples:
             return self._mode.step(runner, step, publish)
         runner.forward(self._planted(runner, step))
@@ -269,7 +274,6 @@ class Pipeline:
         tree = loaded.drafter.tree
         self.world.least(loaded.drafter.max_drafts)
         self.world.least(0 if tree is None else tree.max_depth)
-        refuse_tree(tree, model.pipe)
         model.captured = self._agreed_layers(model, loaded.drafter.wants.layer_ids)
         model.drafts = DraftSender(loaded.drafter, model.pipe)
         return replace(loaded, drafter=model.drafts)
@@ -278,7 +282,6 @@ class Pipeline:
         """Returns the drafts of a stage before the last one."""
         max_drafts, depth = self.world.least(FAR), self.world.least(FAR)
         tree = DraftTree(depth) if depth else None
-        refuse_tree(tree, model.pipe)
         is_read = model.is_first or tree is not None
         is_passed_on = tree is not None and self.stage.number + 2 < self.stage.count
         pipe = model.pipe
@@ -343,17 +346,6 @@ def groups_of(model: CausalModel) -> tuple[LayerGroup, ...]:
         replace(group, layers=tuple(layer for layer in group.layers if layer.index in own))
         for group in group_layers(model.every_layer)
     )
-
-
-def refuse_tree(tree: DraftTree | None, pipe: Pipe) -> None:
-    """WHY: the move of an accepted path is sent before the result of its step, and received when
-    the next step begins. A device that waits to be received has no result until then."""
-    if tree is not None and not pipe.is_buffered:
-        raise ConfigError(
-            "--speculative-topk above 1 and --speculative-token-tree do not go with stages on "
-            "GPUs; leave out one of both, or give --device cpu",
-            param="speculative_topk",
-        )
 
 
 def refuse_kv_elsewhere(layers: Sequence[LayerSpec], own: StageLayers) -> None:

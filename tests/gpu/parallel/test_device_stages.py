@@ -29,7 +29,7 @@ from aserve.gpu.models.base import LoadPlan
 from aserve.gpu.models.load import make_loader
 from aserve.gpu.parallel import nccl
 from aserve.gpu.parallel.collectives import Collectives, GroupCollectives, gloo_group
-from aserve.gpu.parallel.device_collectives import DeviceGroup, GroupLink
+from aserve.gpu.parallel.device_collectives import DeviceGroup, GroupLink, Peer
 from aserve.gpu.parallel.pipe import Pipe, neighbours
 from aserve.gpu.parallel.stages import Pipeline, StagedDecoder
 from aserve.gpu.weights.source import Stage, Target
@@ -43,13 +43,21 @@ from tests.parallel.test_rank_traces import joined
 from tests.parallel.test_ranks import CROWDED, asks, loaded, resolved_of
 
 ASKED = asks()[1::3]  # greedy and penalized
+DRAFTS = {"speculative_algorithm": "EAGLE3"}
+TREE = {**DRAFTS, "speculative_topk": 3, "speculative_num_steps": 3}
+
+
+def no_stream(_data: Tensor) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 def over_gloo(place: Coordinates, world: Collectives, device: torch.device) -> GroupLink:
     before, after = neighbours(place)
-    group = gloo_group(place.among_all, name="link")
+    group = cast(DeviceGroup, gloo_group(place.among_all, name="link"))
     world.least(0)
-    return GroupLink(cast(DeviceGroup, group), device, before=before, after=after)
+    return GroupLink(
+        device, before=Peer(group, before), after=Peer(group, after), sending=no_stream
+    )
 
 
 @pytest.mark.slow
@@ -57,9 +65,10 @@ def over_gloo(place: Coordinates, world: Collectives, device: torch.device) -> G
     "options",
     [
         {"pipeline_parallel_size": 3},
-        {"pipeline_parallel_size": 2, "speculative_algorithm": "EAGLE3"},
+        {"pipeline_parallel_size": 2, **DRAFTS},
+        {"pipeline_parallel_size": 3, **TREE},
     ],
-    ids=["three stages", "two stages, the last of which drafts"],
+    ids=["three stages", "two stages, the last of which drafts", "three stages with trees"],
 )
 def test_stages_whose_tensors_go_by_a_link_give_the_tokens_of_one_device(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -82,28 +91,28 @@ def test_stages_whose_tensors_go_by_a_link_give_the_tokens_of_one_device(
 
 def test_no_host_waits_for_what_a_device_sends_or_receives() -> None:
     """On simulated CUDA, in threads of the name of an executor's: there a wait is a hazard. The
-    sender has written anew what it sent before it arrives."""
+    sender has forgotten what it sent before it arrives."""
     links, cudas = Links(2), [FakeCuda(), FakeCuda()]
     after, before = socket.socketpair()
     found: list[Tensor] = []
 
-    def pipe_on(rank: int) -> Pipe:
-        group = FakeNccl(cudas[rank], links, rank)
-        link = GroupLink(group, cudas[rank].torch_device, before=0, after=1)
+    def pipe_on(rank: int, device: CudaDevice) -> Pipe:
+        other = Peer(FakeNccl(cudas[rank], links, rank), 1 - rank)
+        sending = device.side_stream().reading
+        link = GroupLink(device.torch_device, before=other, after=other, sending=sending)
         return Pipe(before if rank else None, None if rank else after, link)
 
     def send() -> None:
         device = CudaDevice(cudas[0])
         with device.stream():
-            values = torch.ones(3, 2, device=device.torch_device) + 1
-            pipe_on(0).send(1, values)
-            values.zero_()
+            pipe_on(0, device).send(1, torch.ones(3, 2, device=device.torch_device) + 1)
+            torch.zeros(3, 2, device=device.torch_device)
 
     def receive() -> None:
         device = CudaDevice(cudas[1])
         with device.stream():
             into = torch.empty(3, 2, device=device.torch_device)
-            assert pipe_on(1).receive(1, into)
+            assert pipe_on(1, device).receive(1, into)
             found.append(into * 2)
 
     threads = [threading.Thread(target=run, name="aserve-executor") for run in (send, receive)]
@@ -130,12 +139,13 @@ def test_stages_capture_no_graphs() -> None:
 
 def links_on(places: list[Coordinates], monkeypatch: pytest.MonkeyPatch) -> list[GroupLink]:
     """Joined as by NCCL, over a group of gloo."""
-    monkeypatch.setattr(nccl, "nccl_group", lambda place: gloo_group(place, name="nccl"))
+    monkeypatch.setattr(nccl, "nccl_group", gloo_group)
     patience = Patience(10.0)
 
     def join(place: Coordinates) -> GroupLink:
         world = GroupCollectives(place.among_all, patience)
-        return nccl.link_by_nccl(place, patience, torch.device("cpu"), world)[0]
+        cpu = torch.device("cpu")
+        return nccl.link_by_nccl(place, patience, cpu, world, sending=no_stream)[0]
 
     with ThreadPoolExecutor(len(places)) as pool:
         return list(pool.map(join, places))
