@@ -123,7 +123,8 @@ class GroupLink:
     rank. Then the two ends of a communicator do the same in the same order: one sends, and the
     other receives. No forward waits for a send, so what a rank receives depends on what its sender
     has computed by then, and on nothing that the sender receives later. With one communicator for
-    both directions, two ranks that send at once would wait for each other.
+    both directions, two ranks that send at once would wait for each other. Kernels of several
+    communicators may wait on a GPU at once if all of them fit there: these take a few blocks each.
     """
 
     __slots__ = ("_after", "_before", "_sending", "_unsent", "device")

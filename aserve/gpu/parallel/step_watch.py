@@ -1,4 +1,8 @@
-"""What an executor tells the stage of a pipeline about its steps, beside running them."""
+"""What an executor tells the stage of a pipeline about its steps, beside running them.
+
+A stage makes drafts before the turn of their step, and awaits messages of its neighbours before
+anything of a step is written. So it is told when a step is launched and when its turn begins.
+"""
 
 from __future__ import annotations
 

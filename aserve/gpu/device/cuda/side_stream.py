@@ -1,4 +1,11 @@
-"""A stream beside that of the caller, for work that reads what the caller has computed."""
+"""A stream beside that of the caller, for work that reads what the caller has computed.
+
+    caller's stream   compute x | compute y | compute z
+    side stream                   use x       use y
+
+The caller's stream never waits for it: copies of results to the host and messages to the next stage
+of a pipeline go there.
+"""
 
 from __future__ import annotations
 
