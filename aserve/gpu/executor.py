@@ -58,7 +58,7 @@ from aserve.gpu.device.base import Device, Event, slice_len_of
 from aserve.gpu.disagg.kv_access import TorchKvAccess
 from aserve.gpu.live_loader import LiveLoader
 from aserve.gpu.parallel.joint import JointForward
-from aserve.gpu.parallel.step_watch import UNWATCHED, StepWatch, TurnDevice
+from aserve.gpu.parallel.staged_drafts import UNWATCHED, StepWatch, TurnDevice
 from aserve.gpu.runner import ModelRunner
 from aserve.gpu.sampling.plan import RowParams
 from aserve.gpu.step.held import HeldSample, read_drafts

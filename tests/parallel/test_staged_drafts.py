@@ -25,9 +25,8 @@ from aserve.gpu.kv.layer_groups import LayerSpec
 from aserve.gpu.models.stages import StageLayers
 from aserve.gpu.parallel.early_drafts import EarlyDrafts
 from aserve.gpu.parallel.pipe import Pipe
-from aserve.gpu.parallel.staged_drafts import DraftSender, ReceivedDrafts
+from aserve.gpu.parallel.staged_drafts import DraftSender, ReceivedDrafts, TurnDevice
 from aserve.gpu.parallel.stages import StagedDecoder, refuse_kv_elsewhere
-from aserve.gpu.parallel.step_watch import TurnDevice
 from aserve.gpu.spec.base import DraftRows, Drafts
 from aserve.gpu.spec.registry import ALGORITHMS
 from aserve.gpu.transfer.staging import DeviceArrays, HostArrays

@@ -25,8 +25,7 @@ import numpy as np
 
 from aserve.gpu.decode.base import DecodeMode, StepRunner
 from aserve.gpu.parallel.collectives import Collectives
-from aserve.gpu.parallel.staged_drafts import DraftSender, drafting_rows
-from aserve.gpu.parallel.step_watch import TurnDevice
+from aserve.gpu.parallel.staged_drafts import DraftSender, TurnDevice, drafting_rows
 from aserve.gpu.sampling.plan import RowParams
 from aserve.gpu.step.plan import StepPlan, plan_step
 from aserve.gpu.transfer.staging import DeviceArrays, HostArrays

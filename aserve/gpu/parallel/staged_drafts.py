@@ -28,7 +28,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -36,19 +37,46 @@ from torch import Tensor
 from torch.nn import functional
 
 from aserve.gpu.decode.base import StepRunner
+from aserve.gpu.device.base import Event
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.parallel.pipe import Pipe
-from aserve.gpu.parallel.step_watch import TurnDevice
 from aserve.gpu.spec.base import AFTER_NORM, Drafter, DraftRows, Drafts, HiddenWants, Verified
 from aserve.gpu.spec.verify import path_moves
 from aserve.gpu.step.future_map import RelayField
 from aserve.gpu.step.resolve import DeviceStep
-from aserve.gpu.transfer.staging import HostArrays
+from aserve.gpu.transfer.staging import DeviceArrays, HostArrays
 from aserve.messages.base import ArrayI32, array_i32
 from aserve.messages.step import DraftTree, ScheduleBatch
 
 NOTHING = torch.empty(0, dtype=torch.int64)
 MANY_STEPS = 64  # more than are in flight
+
+
+@dataclass(frozen=True, slots=True)
+class TurnDevice:
+    """The device of an executor's thread, for what is not part of its step."""
+
+    stage: Callable[[HostArrays], DeviceArrays]  # copies host values to the device
+    mark: Callable[[], Event]  # an event behind all that was asked of it
+
+
+@dataclass(frozen=True, slots=True)
+class StepWatch:
+    """Is told of steps: of a launch on the event loop's thread, and of a turn on the executor's."""
+
+    note_launch: Callable[[ScheduleBatch], None]
+    begin: Callable[[ScheduleBatch, TurnDevice], None]
+
+
+def ignore_launch(_batch: ScheduleBatch) -> None:
+    pass
+
+
+def ignore_turn(_batch: ScheduleBatch, _device: TurnDevice) -> None:
+    pass
+
+
+UNWATCHED = StepWatch(ignore_launch, ignore_turn)
 
 
 class DraftSender:

@@ -31,8 +31,13 @@ from aserve.gpu.models.stages import StageLayers, stage_layers
 from aserve.gpu.parallel.collectives import ALONE, Collectives
 from aserve.gpu.parallel.early_drafts import EarlyDrafts
 from aserve.gpu.parallel.pipe import Pipe
-from aserve.gpu.parallel.staged_drafts import DraftSender, ReceivedDrafts
-from aserve.gpu.parallel.step_watch import UNWATCHED, StepWatch, TurnDevice
+from aserve.gpu.parallel.staged_drafts import (
+    UNWATCHED,
+    DraftSender,
+    ReceivedDrafts,
+    StepWatch,
+    TurnDevice,
+)
 from aserve.gpu.spec.request import DraftRequest, LoadedDrafter
 from aserve.gpu.spec.tree import DraftTrees
 from aserve.gpu.step.forward_batch import ForwardBatch, ForwardOverrides

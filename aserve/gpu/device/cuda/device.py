@@ -21,11 +21,11 @@ from aserve.gpu.device.cuda.graphs import capture
 from aserve.gpu.device.cuda.runtime import (
     CudaEvent,
     CudaRuntime,
+    SideStream,
     TorchCuda,
     WaitContext,
     WatchedEvent,
 )
-from aserve.gpu.device.cuda.side_stream import SideStream
 from aserve.gpu.device.ops import DeviceOps
 from aserve.gpu.layers.linear import prepare
 from aserve.gpu.weights.format import DTYPES, WeightFormat, WeightRequest, dtype_name

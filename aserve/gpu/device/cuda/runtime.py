@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, cast
 
@@ -104,6 +104,34 @@ class CudaRuntime(Protocol):
 
     def synchronize(self) -> None:
         """Blocks until the device has done all its work."""
+
+
+class SideStream:
+    """A stream beside that of the caller, for work that reads what the caller has computed. The
+    caller's stream never waits for it."""
+
+    __slots__ = ("_is_ready", "_runtime", "_stream")
+
+    def __init__(self, runtime: CudaRuntime) -> None:
+        self._runtime = runtime
+        self._stream = runtime.new_stream()
+        self._is_ready = runtime.new_event()  # recorded anew for each piece of work
+
+    @contextmanager
+    def reading(self, values: Tensor) -> Iterator[None]:
+        """Within it, work goes to this stream, behind all that the caller's stream has. The memory
+        of `values` is kept for it, but nothing keeps the caller from writing there."""
+        self._runtime.current_stream().record_event(self._is_ready)
+        self._stream.wait_event(self._is_ready)
+        with self._runtime.on(self._stream):
+            yield
+        self._runtime.keep(values, self._stream)
+
+    def mark(self) -> CudaEvent:
+        """Returns an event behind all that this stream has."""
+        event = self._runtime.new_event()
+        self._stream.record_event(event)
+        return event
 
 
 class TorchCuda:
