@@ -110,7 +110,7 @@ class TorchExecutor:
         self._staging = PinnedSlots(parts.device, is_debug=parts.is_debug)
         self._staged: list[PinnedSlot] = []  # since the last event; written by the executor thread
         self._results = PinnedSlots(parts.device, is_debug=parts.is_debug)
-        self._turn_device = TurnDevice(self._stage, parts.device.mark)
+        self._turn_device = TurnDevice(self._stage, self._await_device)
         self._threads = StepThreads(self._run, land_after_all=self._land_after_all)
 
     # ------------------------------------------------------------ the event loop's thread
@@ -238,6 +238,9 @@ class TorchExecutor:
         words = self._device.stage(slot.prefix(arrays.num_words), buffer)
         self._staged.append(slot)
         return DeviceArrays(words, places)
+
+    def _await_device(self) -> None:
+        self._device.mark().synchronize()
 
     def _publish(self, plan: StepPlan, ticket: StepTicket, lens: Tensor) -> None:
         """lens: int32 [rows], KV lengths after the step. Called while the step still runs."""

@@ -76,7 +76,7 @@ class EarlyDrafts:
         """Waits for a step, if the step before has rows for it."""
         self._noted.clear()
         if len(self._ready) and not self._launched:
-            device.mark().synchronize()
+            device.wait()
             self._noted.wait(LAUNCH_S)
 
     def make(self, runner: StepRunner, device: TurnDevice) -> None:

@@ -37,7 +37,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from aserve.gpu.decode.base import StepRunner
-from aserve.gpu.device.base import Event
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.parallel.pipe import Pipe
 from aserve.gpu.spec.base import AFTER_NORM, Drafter, DraftRows, Drafts, HiddenWants, Verified
@@ -57,7 +56,7 @@ class TurnDevice:
     """The device of an executor's thread, for what is not part of its step."""
 
     stage: Callable[[HostArrays], DeviceArrays]  # copies host values to the device
-    mark: Callable[[], Event]  # an event behind all that was asked of it
+    wait: Callable[[], None]  # until it has done all that was asked of it
 
 
 @dataclass(frozen=True, slots=True)
