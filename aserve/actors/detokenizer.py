@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from functools import partial
+from operator import attrgetter, itemgetter
 from typing import assert_never
 
+import msgspec
+
 from aserve.actors.base import Actor, Story
-from aserve.actors.text_request import Ending, TextRequest, ending_of, resumed_children
+from aserve.actors.text_request import Child, Ending, TextRequest, ending_of, resumed_children
 from aserve.actors.text_slices import sliced
 from aserve.channel import Channel, Sink
 from aserve.errors import BugError, ErrorInfo
@@ -24,12 +28,11 @@ from aserve.messages.output import (
     Retired,
     SequenceOutput,
     StepOutput,
-    Usage,
     failed_chunk,
 )
 from aserve.messages.requests import Cancel, EngineEvent, OpenText
 from aserve.text.logprobs import scored_tokens, token_logprob
-from aserve.text.output import Released
+from aserve.text.output import Released, SequenceText
 from aserve.text.tokenizer import TextTokenizer
 
 NOTHING = Released("", [], ())
@@ -85,8 +88,8 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
                     self._waiting[event.request_id] = event
                     touched.update(resumed_children(event))
                 case StepOutput():
-                    for output in event.sequences:
-                        self.attempt(output.request_id, self._feed, output, touched)
+                    feed = partial(self._feed, touched)
+                    self.attempt_each(event.sequences, feed, attrgetter("request_id"))
                 case Retired():
                     self.attempt(event.request_id, self._retire, event, touched)
                     retired.append(event)
@@ -96,8 +99,7 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
                     self.attempt(event.amend.request_id, self._amend, event)
                 case _:
                     assert_never(event)
-        for request_id, index in touched:
-            self.attempt(request_id, self._send, request_id, index)
+        self.attempt_each(touched, self._send, itemgetter(0))
         for event in retired:
             self._forget_retired(event)
 
@@ -121,34 +123,43 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
             request.begin(self._tokenizer)
         return request
 
-    def _feed(self, output: SequenceOutput, touched: dict[ChildKey, None]) -> None:
+    def _feed(self, touched: dict[ChildKey, None], output: SequenceOutput) -> None:
         """Adds tokens to the text. Tokens after a stop string are dropped: they were in flight."""
-        request = self._open_request(output.request_id)
+        request = self._requests.get(output.request_id) or self._open_request(output.request_id)
         if request is None:
             return
         request.touch(output.child, touched)
         child = request.children[output.child]
         if child.ending is not None:
             return
-        assert output.position == child.text.num_tokens, "outputs come once and in order"
+        text = child.text
+        assert output.position == text.num_tokens, "outputs come once and in order"
         child.cached_len = output.cached_len
         child.embedding = output.embedding or b""
         if output.prompt_logprobs is not None:
             assert request.prompt is not None
             request.prompt.feed(output.prompt_logprobs)
-        before = 0 if request.prompt is None else request.prompt.text_len
-        num_top, text, logprob = request.opened.sampling.logprobs, child.text, None
-        scored = iter(()) if num_top is None else scored_tokens(output, num_top, self._tokenizer)
-        own = array("i", output.token_ids)
+        token_ids = array("i", output.token_ids)
         if output.num_drafts:
-            child.note_window(output.num_drafts, len(own) - 1)
-        for token_id in own:
-            if num_top is not None:
-                offset = before + text.text_len
-                logprob = token_logprob(next(scored, None), offset, self._tokenizer)
-            text.feed(token_id, logprob)
+            child.note_window(output.num_drafts, len(token_ids) - 1)
+        if request.opened.sampling.logprobs is None:
+            text.feed_all(token_ids)
+        else:
+            self._feed_scored(output, request, text)
+        if text.stop is not None:
+            child.ending = Ending("stop", text.stop)
+
+    def _feed_scored(
+        self, output: SequenceOutput, request: TextRequest, text: SequenceText
+    ) -> None:
+        num_top = request.opened.sampling.logprobs
+        assert num_top is not None
+        before = 0 if request.prompt is None else request.prompt.text_len
+        scored = scored_tokens(output, num_top, self._tokenizer)
+        for token_id in array("i", output.token_ids):
+            offset = before + text.text_len
+            text.feed(token_id, token_logprob(next(scored, None), offset, self._tokenizer))
             if text.stop is not None:
-                child.ending = Ending("stop", text.stop)
                 return
 
     def _retire(self, event: Retired, touched: dict[ChildKey, None]) -> None:
@@ -187,8 +198,9 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
             raise BugError(f"a message names request {request_id}, which is not open")
         return request
 
-    def _send(self, request_id: str, index: int) -> None:
-        request = self._find(request_id)
+    def _send(self, key: ChildKey) -> None:
+        request_id, index = key
+        request = self._requests.get(request_id) or self._find(request_id)
         if request is None or request.children[index].is_finished:
             return
         child = request.children[index]
@@ -196,40 +208,46 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
         if request.prompt is not None and child.sends_prompt:
             prompt = request.prompt.since(child.num_prompt_parts)
             child.num_prompt_parts = len(request.prompt.parts)
-        released = NOTHING if request.awaits_prompt else child.release()
-        ending = None if request.awaits_prompt else child.ending
+        if request.prompt is not None and request.awaits_prompt:
+            released, ending = NOTHING, None
+        else:
+            released, ending = child.release(), child.ending
         if ending is None and not released.text and not released.token_ids and prompt is None:
             return
-        child.is_finished = ending is not None
-        if ending is not None and child.text.stop is not None and not child.is_retired:
-            self._engine.send(Cancel(request_id, index, child.text.num_kept, "stop"))
-        is_first = not child.has_started
-        shows_ids = request.opened.sampling.return_token_ids and is_first
-        child.has_started = True
         chunk = OutputChunk(
-            request_id=request_id,
-            child=index,
-            text=released.text,
-            token_ids=array("i", released.token_ids).tobytes(),
-            usage=Usage(
-                request.opened.prompt_len,
-                child.text.num_kept,
-                child.cached_len,
-                child.reasoning.num_tokens if child.reasoning else 0,
-                *child.acceptance(),
-            ),
-            logprobs=released.logprobs,
-            finish_reason=ending and ending.reason,
-            stop_reason=ending and ending.stop_reason,
-            error=ending and ending.error,
-            is_last=ending is not None and all(each.is_finished for each in request.children),
-            prompt_ids=request.opened.prompt_ids if shows_ids else b"",
-            prompt_tail=request.opened.prompt_tail if is_first else "",
-            prompt=prompt,
-            embedding=child.embedding,
+            request_id,
+            index,
+            released.text,
+            array("i", released.token_ids).tobytes(),
+            child.usage(request.opened.prompt_len),
+            released.logprobs,
         )
+        # PERF: most chunks have nothing else, and each further field takes time.
+        if prompt is not None or child.embedding:
+            chunk = msgspec.structs.replace(chunk, prompt=prompt, embedding=child.embedding)
+        if not child.has_started:
+            child.has_started = True
+            chunk = first_chunk(chunk, request.opened)
+        if ending is not None:
+            chunk = self._last_chunk(chunk, request, child, ending)
         self._deliver(chunk)
         request.is_over = chunk.is_last
+
+    def _last_chunk(
+        self, chunk: OutputChunk, request: TextRequest, child: Child, ending: Ending
+    ) -> OutputChunk:
+        """Makes it the last chunk of a child, and cancels the rest after a stop string."""
+        child.is_finished = True
+        if child.text.stop is not None and not child.is_retired:
+            kept = child.text.num_kept
+            self._engine.send(Cancel(chunk.request_id, chunk.child, kept, "stop"))
+        return msgspec.structs.replace(
+            chunk,
+            finish_reason=ending.reason,
+            stop_reason=ending.stop_reason,
+            error=ending.error,
+            is_last=all(each.is_finished for each in request.children),
+        )
 
     def _forget_retired(self, event: Retired) -> None:
         """Forgets the request, open or failed, once all its children have retired."""
@@ -239,3 +257,12 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
                 request.num_retired += 1
                 if request.is_retired:
                     del requests[event.request_id]
+
+
+def first_chunk(chunk: OutputChunk, opened: OpenText) -> OutputChunk:
+    """Returns the first chunk of a child, with what the client wants to know of the prompt."""
+    return msgspec.structs.replace(
+        chunk,
+        prompt_ids=opened.prompt_ids if opened.sampling.return_token_ids else b"",
+        prompt_tail=opened.prompt_tail,
+    )

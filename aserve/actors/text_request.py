@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import NamedTuple, assert_never
 
+import msgspec
+
 from aserve.errors import DeadlineExceeded, ErrorInfo, ShuttingDown, StepError
 from aserve.messages.base import ChildKey, FinishReason, array_i32
-from aserve.messages.output import Retired
+from aserve.messages.output import Retired, Usage
 from aserve.messages.requests import OpenText
 from aserve.scheduling.reasoning import Reasoning
 from aserve.text.output import Released, SequenceText
@@ -90,17 +92,30 @@ class Child:
         self.places.extend(bytes(self.text.num_tokens - self.num_counted - len(self.places)))
         self.places.extend(range(1, num_accepted + 1))
 
-    def acceptance(self) -> tuple[int, int, tuple[int, ...]]:
-        """Returns the numbers of windows and of drafts, and how many released tokens were the first
-        draft of a window, the second, ..."""
-        if self.num_windows:
-            num = self.text.num_kept - self.num_counted
-            for place in filter(None, self.places[:num]):
-                self.accepted.extend([0] * (place - len(self.accepted)))
-                self.accepted[place - 1] += 1
-            del self.places[:num]
-            self.num_counted += num
-        return self.num_windows, self.num_drafts, tuple(self.accepted)
+    def usage(self, prompt_len: int) -> Usage:
+        """Returns the usage so far, with the windows of drafts if there were any."""
+        usage = Usage(
+            prompt_len,
+            self.text.num_kept,
+            self.cached_len,
+            self.reasoning.num_tokens if self.reasoning else 0,
+        )
+        return self._with_acceptance(usage) if self.num_windows else usage
+
+    def _with_acceptance(self, usage: Usage) -> Usage:
+        """Adds how many released tokens were the first draft of a window, the second, ..."""
+        num = self.text.num_kept - self.num_counted
+        for place in filter(None, self.places[:num]):
+            self.accepted.extend([0] * (place - len(self.accepted)))
+            self.accepted[place - 1] += 1
+        del self.places[:num]
+        self.num_counted += num
+        return msgspec.structs.replace(
+            usage,
+            draft_windows=self.num_windows,
+            draft_tokens=self.num_drafts,
+            accepted_drafts=tuple(self.accepted),
+        )
 
     def release(self) -> Released:
         """Returns the output that became certain since the last call."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
+Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 MAX_WINDOW = 64  # tokens: no character takes so many, so a full window has invalid bytes
 
 
@@ -24,25 +25,52 @@ class TextStream(Protocol):
         """Returns the rest of the text, which is not empty if the last character is incomplete."""
 
 
+class TokenTexts(dict[int, str | bytes]):
+    """The text of each token that was asked for, or its bytes if they are not whole characters."""
+
+    __slots__ = ("_bytes_of",)
+
+    def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
+        self._bytes_of = bytes_of
+
+    def __missing__(self, token_id: int) -> str | bytes:
+        data = self._bytes_of(token_id)
+        try:
+            text: str | bytes = data.decode()
+        except UnicodeDecodeError:
+            text = data
+        self[token_id] = text
+        return text
+
+
 class ByteStream:
     """Joins the tokens' bytes, and decodes them once they are whole characters. It takes O(1) per
-    token.
+    token. PERF: between two characters, the text of a token is looked up.
     """
 
-    __slots__ = ("_decode", "_skipped", "_token_bytes")
+    __slots__ = ("_decoder", "_skipped", "_texts")
 
-    def __init__(self, token_bytes: Callable[[int], bytes], *, skipped: Collection[int]) -> None:
-        self._token_bytes = token_bytes
+    def __init__(self, texts: TokenTexts, *, skipped: Collection[int]) -> None:
+        self._texts = texts
         self._skipped = skipped
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        # Has the first bytes of a character; None between two characters.
+        self._decoder: codecs.IncrementalDecoder | None = None
 
     def feed(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
-        return self._decode(self._token_bytes(token_id))
+        piece = self._texts[token_id]
+        if self._decoder is None:
+            if isinstance(piece, str):
+                return piece
+            self._decoder = Utf8Decoder("replace")
+        text = self._decoder.decode(piece.encode() if isinstance(piece, str) else piece)
+        if not self._decoder.getstate()[0]:
+            self._decoder = None
+        return text
 
     def finish(self) -> str:
-        return self._decode(b"", True)
+        return "" if self._decoder is None else self._decoder.decode(b"", True)
 
 
 class WindowStream:

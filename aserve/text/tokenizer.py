@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from aserve.text.detokenize import ByteStream, TextStream, WindowStream
+from aserve.text.detokenize import ByteStream, TextStream, TokenTexts, WindowStream
 from aserve.text.template import ChatTemplate
 from aserve.text.text_size import bytes_per_token
 
@@ -37,6 +37,7 @@ class TextTokenizer:
         "_backend",
         "_bytes",
         "_spelling",
+        "_texts",
         "bos_id",
         "bytes_per_token",
         "eos_ids",
@@ -52,6 +53,7 @@ class TextTokenizer:
         self._backend = backend
         self._spelling = spelling_of(backend)
         self._bytes: dict[int, bytes] = {}
+        self._texts = TokenTexts(self.token_bytes)
         self.bos_id = bos_id
         self.bytes_per_token = bytes_per_token(backend)
         self.eos_ids = tuple(eos_ids)
@@ -83,7 +85,7 @@ class TextTokenizer:
             skipped = skipped.difference(kept_ids)
         if self._spelling is Spelling.CONTEXTUAL:
             return WindowStream(self._decode_whole, skipped=skipped)
-        return ByteStream(self.token_bytes, skipped=skipped)
+        return ByteStream(self._texts, skipped=skipped)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes of a token, special or not. Ids beyond the vocabulary have none."""

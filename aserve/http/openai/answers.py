@@ -85,6 +85,32 @@ def _top_entry(entry: TopLogprob) -> TopEntry:
     return TopEntry(entry.token, entry.logprob, list(entry.token_bytes))
 
 
+def shows_text_alone(call: Call) -> bool:
+    """Returns whether the events of a choice between its first and its last show its text alone."""
+    sampling = call.sampling
+    is_scored = sampling.logprobs is not None
+    return not (is_scored or sampling.return_token_ids or call.reports_each_usage)
+
+
+TEXT = "\0"  # stands for the text in the JSON of a EventTemplate
+
+
+class EventTemplate:
+    """The JSON of an event whose only part that differs within its stream is a text.
+
+    `sample` is such an event with TEXT for the text, after which no field has a value of the
+    client's. PERF: all but the text is encoded once.
+    """
+
+    __slots__ = ("_after", "_before")
+
+    def __init__(self, sample: bytes) -> None:
+        self._before, _, self._after = sample.rpartition(msgspec.json.encode(TEXT))
+
+    def of(self, text: str) -> bytes:
+        return self._before + msgspec.json.encode(text) + self._after
+
+
 class Tally:
     """The usage of a call. Each prompt counts once, and each output counts. The timings are those
     of the first prompt.

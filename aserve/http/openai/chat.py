@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from aserve.http.long_json import JsonEach, JsonList, pieces_of
 from aserve.http.openai.answers import (
+    TEXT,
     CompletionDetails,
+    EventTemplate,
     LogprobEntry,
     UsageBody,
     ids_of,
     is_visible,
     logprob_entries,
+    shows_text_alone,
 )
 from aserve.http.openai.call import Call, Origin, build_call, sampling_of
 from aserve.http.openai.chat_plan import ChatPlan, plan_of_body
@@ -34,6 +37,7 @@ from aserve.http.openai.prompt_logprobs import check_prompt_logprobs
 from aserve.http.openai.schema import ChatBody
 from aserve.messages.base import FinishReason
 from aserve.messages.output import OutputChunk
+from aserve.parsers.events import Content
 
 
 def chat_dialect(body: ChatBody, origin: Origin) -> ChatDialect:
@@ -61,6 +65,8 @@ class ChatDialect:
     def __init__(self, call: Call, plan: ChatPlan) -> None:
         self.call = call
         self._plan = plan
+        self._is_plain = shows_text_alone(call)
+        self._templates: dict[int, EventTemplate] = {}  # of content, by choice
         self._parsed = [
             ParsedChoice(plan.parse, f"{call.call_id}/{i}") for i in range(call.num_sequences)
         ]
@@ -69,21 +75,29 @@ class ChatDialect:
         first = Delta(role="assistant", content=self._plan.prefix)
         return self._chunk([DeltaChoice(index, first)], usage=usage)
 
-    def deltas(self, index: int, chunk: OutputChunk, usage: UsageBody | None) -> Iterator[bytes]:
-        """Yields an event for each delta. The first has the chunk's logprobs and ids, and the last
+    def deltas(self, index: int, chunk: OutputChunk, usage: UsageBody | None) -> Iterable[bytes]:
+        """Returns an event for each delta. The first has the chunk's logprobs and ids, and the last
         one the end of the choice.
         """
-        parsed = self._parsed[index]
-        events = parsed.add(chunk)
+        events = self._parsed[index].add(chunk)
+        if self._is_plain and chunk.has_text_alone:
+            texts = [event.text for event in events if isinstance(event, Content)]
+            if len(texts) == len(events):
+                return map(self._template(index).of, texts)
         deltas = [*deltas_of(events, has_functions=self._plan.has_functions)]
         if not deltas and not is_visible(msgspec.structs.replace(chunk, text=""), self.call):
-            return
-        choices = [DeltaChoice(index, delta) for delta in deltas or [Delta()]]
+            return ()
+        return self._deltas(index, chunk, deltas or [Delta()], usage)
+
+    def _deltas(
+        self, index: int, chunk: OutputChunk, deltas: list[Delta], usage: UsageBody | None
+    ) -> Iterator[bytes]:
+        choices = [DeltaChoice(index, delta) for delta in deltas]
         choices[0].logprobs = self._logprobs(logprob_entries(chunk.logprobs, self.call.sampling))
         choices[0].token_ids = self._shown(chunk.token_ids)
         seed: int | UnsetType = UNSET
         if chunk.finish_reason is not None:
-            choices[-1].finish_reason = self._reason(parsed, chunk.finish_reason)
+            choices[-1].finish_reason = self._reason(self._parsed[index], chunk.finish_reason)
             choices[-1].stop_reason = chunk.stop_reason
             seed = self.call.sampling.seed
         prompt_ids = ids_of(chunk.prompt_ids)
@@ -92,6 +106,13 @@ class ChatDialect:
             shown_seed = seed if is_last else UNSET
             yield self._chunk([choice], usage=usage, seed=shown_seed, prompt_ids=prompt_ids)
             prompt_ids = []
+
+    def _template(self, index: int) -> EventTemplate:
+        template = self._templates.get(index)
+        if template is None:
+            sample = self._chunk([DeltaChoice(index, Delta(content=TEXT))], usage=None)
+            template = self._templates[index] = EventTemplate(sample)
+        return template
 
     def usage(self, usage: UsageBody) -> bytes:
         return self._chunk([], usage=usage, seed=self.call.sampling.seed)
