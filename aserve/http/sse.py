@@ -72,7 +72,8 @@ class SseWriter:
         if not data:
             return  # an empty chunk would end the answer
         writer, protocol = self._writer, self._protocol
-        assert writer is not None and protocol is not None
+        assert writer is not None
+        assert protocol is not None
         assert protocol.transport is not None
         if self._is_chunked:
             data = b"%x\r\ndata: %b\n\n\r\n" % (len(data) + FRAME_BYTES, data)
