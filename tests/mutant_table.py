@@ -30,6 +30,8 @@ PARSERS = "tests/parsers/test_parsers.py"
 REASONING = "tests/scheduling/test_reasoning.py"
 TOOL_GRAMMARS = "tests/parsers/test_tool_grammar.py"
 FRONTENDS = "tests/processes/test_frontends.py"
+STREAM = "tests/test_request_stream.py"
+DIRECT = "tests/http/test_sent_at_once.py"
 DETOKENIZER = "tests/actors/test_detokenizer.py"
 
 
@@ -779,8 +781,8 @@ MUTANTS = (
     Mutant(
         "a stop string that counts tokens which the client does not get",
         "aserve/actors/detokenizer.py",
-        "Cancel(request_id, index, child.text.num_kept, ",
-        "Cancel(request_id, index, child.text.num_tokens, ",
+        "kept = child.text.num_kept\n",
+        "kept = child.text.num_tokens\n",
         DETOKENIZER,
     ),
     Mutant(
@@ -881,22 +883,29 @@ MUTANTS = (
     Mutant(
         "a token kept whose text begins at the cut",
         "aserve/text/output.py",
-        "self._tokens[-1].start >= end",
-        "self._tokens[-1].start > end",
+        "self._tokens[-1][1] >= end",
+        "self._tokens[-1][1] > end",
         "tests/text/test_output.py",
     ),
     Mutant(
         "text given out that may become a stop",
         "aserve/text/output.py",
-        "        return self.text_len - self._matcher.num_held\n",
-        "        return self.text_len\n",
+        "            certain_len -= self._matcher.num_held\n",
+        "",
         "tests/text/test_output.py",
     ),
     Mutant(
         "an unfinished character that vanishes",
         "aserve/text/detokenize.py",
-        'self._decode(b"", True)',
-        'self._decode(b"", False)',
+        'self._decoder.decode(b"", True)',
+        'self._decoder.decode(b"", False)',
+        "tests/text/test_detokenize.py",
+    ),
+    Mutant(
+        "bytes of a character that are decoded without the first ones",
+        "aserve/text/detokenize.py",
+        "            self._decoder = None\n        return text\n",
+        "            pass\n        self._decoder = None\n        return text\n",
         "tests/text/test_detokenize.py",
     ),
     Mutant(
@@ -982,6 +991,41 @@ MUTANTS = (
         "return sampling.n * min(most) * (1 + sampling.prompt_logprobs)",
         "return min(most) * (1 + sampling.prompt_logprobs)",
         "tests/http/test_answer_size.py",
+    ),
+    Mutant(
+        "a chunk that overtakes unread ones",
+        "aserve/request_stream.py",
+        "waiter.done() or self._pending or chunk.is_last",
+        "chunk.is_last",
+        STREAM,
+    ),
+    Mutant(
+        "the end of an answer that its reader does not see",
+        "aserve/request_stream.py",
+        "waiter.done() or self._pending or chunk.is_last",
+        "waiter.done() or self._pending",
+        STREAM,
+    ),
+    Mutant(
+        "a silent client although it just had a token",
+        "aserve/request_stream.py",
+        "            self._alarm.reset()\n        return True\n",
+        "            pass\n        return True\n",
+        STREAM,
+    ),
+    Mutant(
+        "a token without text that ends the answer",
+        "aserve/http/sse.py",
+        "            return  # an empty chunk would end the answer\n",
+        "            pass\n",
+        DIRECT,
+    ),
+    Mutant(
+        "a full buffer that is written to at once",
+        "aserve/http/sse.py",
+        "if protocol is None or protocol.writing_paused:",
+        "if protocol is None:",
+        DIRECT,
     ),
     Mutant(
         "an unread answer that goes on",

@@ -1,0 +1,147 @@
+"""Tokens that are sent at once, without waking the handler of their stream: clients get the same
+bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aserve.channel import yield_to_loop
+from aserve.http.openai.answers import TEXT, EventTemplate
+from aserve.http.openai.completions import CompletionAnswer, CompletionChoice
+from aserve.http.sse import SseWriter
+from tests.fakes.echo_engine import EchoEngine
+
+WORDS = 'stop "sign" \\ 한국어 🚀 <mark>\n\x00'
+TURNS = 20  # of the loop, in which a chunk is written whichever way it takes
+
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+PLAIN: list[tuple[str, dict[str, Any]]] = [
+    (COMPLETION, {"prompt": WORDS}),
+    (COMPLETION, {"prompt": WORDS, "stream_options": {"include_usage": True}}),
+    (COMPLETION, {"prompt": WORDS, "stop": "ma"}),
+    (COMPLETION, {"prompt": WORDS, "return_token_ids": True}),
+    (COMPLETION, {"prompt": WORDS, "stream_options": {"continuous_usage_stats": True}}),
+    (CHAT, {"messages": [{"role": "user", "content": WORDS}]}),
+    (
+        CHAT,
+        {
+            "messages": [{"role": "user", "content": WORDS}],
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        },
+    ),
+]
+OTHERS: list[tuple[str, dict[str, Any]]] = [
+    (COMPLETION, {"prompt": WORDS, "logprobs": 2}),
+    (COMPLETION, {"prompt": [WORDS, "again"]}),
+    (COMPLETION, {"prompt": WORDS, "n": 2, "echo": True}),
+    (CHAT, {"messages": [{"role": "user", "content": WORDS}], "n": 2}),
+]
+
+
+async def streamed(echo: EchoEngine, path: str, body: dict[str, Any]) -> bytes:
+    """The events of an answer whose steps are written one by one, without its id and time."""
+    echo.scheduler.is_paused = True
+    asked = echo.web.post(path, json={"stream": True, "seed": 1, "max_tokens": 99, **body})
+    async with asyncio.TaskGroup() as group:
+        answer = group.create_task(read(asked))
+        await echo.until(lambda: len(echo.scheduler.live) > 0)
+        while echo.scheduler.live:
+            echo.scheduler.step()
+            for _ in range(TURNS):
+                await yield_to_loop()
+    return re.sub(rb'"(id|created)":("[^"]*"|\d+)', b"", answer.result())
+
+
+async def read(asked: Any) -> bytes:
+    async with asked as answer:
+        assert answer.status == 200, await answer.text()
+        body: bytes = await answer.read()
+        return body
+
+
+@pytest.fixture
+def num_at_once(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What was sent at once."""
+    sent: list[bytes] = []
+    send = SseWriter.send_now
+
+    def noted(writer: SseWriter, payloads: Any) -> None:
+        events = [*payloads]
+        sent.extend(events)
+        send(writer, events)
+
+    monkeypatch.setattr(SseWriter, "send_now", noted)
+    return sent
+
+
+@pytest.mark.parametrize(("path", "body"), [*PLAIN, *OTHERS])
+async def test_the_bytes_are_those_that_the_handler_would_write(
+    path: str,
+    body: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    num_at_once: list[bytes],
+) -> None:
+    async with EchoEngine() as echo:
+        at_once = await streamed(echo, path, body)
+        assert (len(num_at_once) > 5) == ((path, body) in PLAIN)
+        monkeypatch.setattr(SseWriter, "is_free", False)
+        assert await streamed(echo, path, body) == at_once
+
+
+async def test_a_client_of_http_1_0_gets_events_without_chunks(num_at_once: list[bytes]) -> None:
+    body = json.dumps({"prompt": "again", "stream": True, "max_tokens": 9}).encode()
+    async with EchoEngine() as echo:
+        host, port = echo.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST {COMPLETION} HTTP/1.0\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        _, _, events = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+    assert num_at_once
+    *parts, done, end = events.split(b"\n\n")
+    assert (done, end) == (b"data: [DONE]", b"")
+    texts = [json.loads(part.removeprefix(b"data: "))["choices"][0]["text"] for part in parts]
+    assert "".join(texts) == "again"
+
+
+async def test_an_event_that_cannot_be_made_ends_its_request_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make = EventTemplate.of
+
+    def broken(template: EventTemplate, text: str) -> bytes:
+        if text == "x":
+            raise RuntimeError("nobody expected this")
+        return make(template, text)
+
+    monkeypatch.setattr(EventTemplate, "of", broken)
+    async with EchoEngine() as echo:
+        good, bad = await asyncio.gather(
+            *(
+                read(echo.web.post(COMPLETION, json={"prompt": prompt, "stream": True}))
+                for prompt in ("abcdefg", "abcdxfg")
+            )
+        )
+        assert good.endswith(b"data: [DONE]\n\n")
+        assert b"error" not in good
+        assert b'"error":{' in bad
+        await echo.until(lambda: not echo.scheduler.live and not echo.detokenizer.num_requests)
+
+
+@given(st.text())
+def test_a_template_makes_the_json_of_the_whole_record(text: str) -> None:
+    def event(shown: str) -> bytes:
+        choice = CompletionChoice(0, shown)
+        named = {"id": f"cmpl-{TEXT}", "created": 1, "model": f'{TEXT}"{TEXT}'}
+        return msgspec.json.encode(CompletionAnswer(**named, choices=[choice], usage=None))
+
+    assert EventTemplate(event(TEXT)).of(text) == event(text)
