@@ -94,7 +94,7 @@ class Gateway:
         outputs = opened.outputs.get(chunk.child)
         if outputs is None:
             outputs = opened.outputs[chunk.child] = bytearray()
-        outputs.extend(chunk.token_ids)
+        outputs += chunk.token_ids
         if chunk.is_last:
             self._close(chunk.request_id)
         opened.request_stream.put(chunk)

@@ -160,18 +160,6 @@ class OutputChunk(Message, frozen=True):
     embedding: bytes = b""  # float32 [hidden], in the last chunk of an embedding request
     timings: bytes = b""  # JSON, in the last chunk of a request that is timed
 
-    @property
-    def has_text_alone(self) -> bool:
-        """Whether it has text, ids and usage, and nothing that a child has once."""
-        return (
-            self.finish_reason is None
-            and self.error is None
-            and not self.logprobs
-            and self.prompt is None
-            and not self.prompt_ids
-            and not self.prompt_tail
-        )
-
 
 def failed_chunk(request_id: str, error: ErrorInfo) -> OutputChunk:
     """Returns the last chunk of a request that ends with an error."""

@@ -114,8 +114,8 @@ class SequenceText:
             ready = self._ready_tokens(certain_len)
         self.num_kept += len(ready)
         num_certain = certain_len - self._num_released
-        text, self._text = self._text[:num_certain], self._text[num_certain:]
         self._num_released = certain_len
+        text, self._text = self._text[:num_certain], self._text[num_certain:]
         token_ids = [token_id for token_id, _, _ in ready]
         if not self._is_scored:
             return Released(text, token_ids, ())

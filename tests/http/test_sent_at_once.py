@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -95,6 +96,38 @@ async def test_the_bytes_are_those_that_the_handler_would_write(
         assert (len(num_at_once) > 5) == ((path, body) in PLAIN)
         monkeypatch.setattr(SseWriter, "is_free", False)
         assert await streamed(echo, path, body) == at_once
+
+
+async def test_nothing_is_sent_at_once_while_the_connection_is_full(
+    monkeypatch: pytest.MonkeyPatch, num_at_once: list[bytes]
+) -> None:
+    protocols: list[web.RequestHandler] = []
+    start = SseWriter.start
+
+    async def noted(writer: SseWriter, *given: Any) -> None:
+        await start(writer, *given)
+        protocols.append(writer._request.protocol)
+
+    monkeypatch.setattr(SseWriter, "start", noted)
+    async with EchoEngine() as echo, asyncio.TaskGroup() as group:
+        echo.scheduler.is_paused = True
+        asked = echo.web.post(COMPLETION, json={"prompt": "abcdefgh", "stream": True})
+        answer = group.create_task(read(asked))
+        await echo.until(lambda: len(echo.scheduler.live) > 0)
+        counts: list[int] = []
+        for number in range(6):
+            if number == 3:
+                protocols[0].pause_writing()
+            echo.scheduler.step()
+            for _ in range(TURNS):
+                await yield_to_loop()
+            counts.append(len(num_at_once))
+        assert counts == [0, 1, 2, 2, 2, 2]
+        protocols[0].resume_writing()
+        echo.scheduler.is_paused = False
+        echo.scheduler.resume()
+    texts = re.findall(rb'"text":"(.*?)"', answer.result())
+    assert b"".join(texts) == b"abcdefgh"
 
 
 async def test_a_client_of_http_1_0_gets_events_without_chunks(num_at_once: list[bytes]) -> None:

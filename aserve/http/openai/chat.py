@@ -80,7 +80,7 @@ class ChatDialect:
         one the end of the choice.
         """
         events = self._parsed[index].add(chunk)
-        if self._is_plain and chunk.has_text_alone:
+        if self._is_plain and chunk.finish_reason is None:
             texts = [event.text for event in events if isinstance(event, Content)]
             if len(texts) == len(events):
                 return map(self._template(index).of, texts)

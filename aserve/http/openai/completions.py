@@ -89,7 +89,7 @@ class CompletionDialect:
         return None
 
     def deltas(self, index: int, chunk: OutputChunk, usage: UsageBody | None) -> Iterable[bytes]:
-        if self._is_plain and chunk.has_text_alone:
+        if self._is_plain and chunk.finish_reason is None and chunk.prompt is None:
             return (self._template(index).of(chunk.text),) if chunk.text else ()
         if not is_visible(chunk, self.call):
             return ()

@@ -79,7 +79,8 @@ class StreamedAnswer(Generic[ChoiceT]):
         return writer.response
 
     def _offer(self, chunk: OutputChunk) -> bool:
-        if not chunk.has_text_alone or not self._writer.is_free:
+        """Sends a chunk at once, unless it may be long."""
+        if chunk.logprobs or chunk.prompt is not None or not self._writer.is_free:
             return False
         self._writer.send_now(self._events(chunk))
         return True
