@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from aserve.amendments import Amendments, amended
 from aserve.channel import yield_to_loop
@@ -20,6 +21,8 @@ from aserve.messages.changes import Amend
 from aserve.messages.output import OutputChunk, failed_chunk
 from aserve.messages.requests import Cancel, GenerateRequest
 from aserve.unread import MAX_UNREAD_BYTES, IdleAlarm, Unread, UnreadAnswer
+
+Offer: TypeAlias = Callable[[OutputChunk], bool]
 
 
 @dataclass(slots=True)
@@ -91,10 +94,7 @@ class Gateway:
         opened = self._open.get(chunk.request_id)
         if opened is None:
             return
-        outputs = opened.outputs.get(chunk.child)
-        if outputs is None:
-            outputs = opened.outputs[chunk.child] = bytearray()
-        outputs += chunk.token_ids
+        opened.outputs.setdefault(chunk.child, bytearray()).extend(chunk.token_ids)
         if chunk.is_last:
             self._close(chunk.request_id)
         opened.request_stream.put(chunk)
@@ -193,7 +193,7 @@ class RequestStream:
         self._max_unread_bytes = max_unread_bytes
         self._pending: Unread | None = None  # made when the first chunk comes
         self._waiter: asyncio.Future[None] | None = None  # of a reader that waits
-        self._offer: Callable[[OutputChunk], bool] | None = None
+        self._offer: Offer | None = None
         self._alarm: IdleAlarm | None = None
         self._is_unread = False
         self._on_unread: Callable[[], None] | None = None
@@ -210,7 +210,11 @@ class RequestStream:
 
     def put(self, chunk: OutputChunk) -> None:
         """Adds a chunk. Only the gateway calls it."""
-        if self._is_taken(chunk):
+        offer, waiter = self._offer, self._waiter
+        is_read = waiter is not None and not waiter.done() and not self._pending
+        if offer is not None and is_read and not chunk.is_last and offer(chunk):
+            if self._alarm is not None:
+                self._alarm.reset()
             return
         if self._pending is None:
             self._pending = Unread()
@@ -230,10 +234,7 @@ class RequestStream:
         self._wake()
 
     async def batches(
-        self,
-        *,
-        idle_s: float | None = None,
-        offer: Callable[[OutputChunk], bool] | None = None,
+        self, *, idle_s: float | None = None, offer: Offer | None = None
     ) -> AsyncIterator[list[OutputChunk]]:
         """Yields the chunks that have come since the last batch, one per child, or an empty batch
         after each `idle_s` without a chunk; then `cancel` must follow. Much output is yielded in
@@ -269,16 +270,6 @@ class RequestStream:
         async for chunks in self.batches():
             for chunk in chunks:
                 yield chunk
-
-    def _is_taken(self, chunk: OutputChunk) -> bool:
-        offer, waiter = self._offer, self._waiter
-        if offer is None or waiter is None or waiter.done() or self._pending or chunk.is_last:
-            return False
-        if not offer(chunk):
-            return False
-        if self._alarm is not None:
-            self._alarm.reset()
-        return True
 
     def _arrival(self) -> asyncio.Future[None]:
         self._waiter = waiter = asyncio.get_running_loop().create_future()

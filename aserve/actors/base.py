@@ -14,7 +14,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Generic, ParamSpec, TypeAlias, TypeVar
 
@@ -24,7 +24,6 @@ from aserve.errors import AserveError, BugError, ErrorInfo
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
-Item = TypeVar("Item")
 
 DeathReport: TypeAlias = Callable[[str, BaseException], None]
 Story: TypeAlias = Callable[[str], str]  # returns the past events of a request, for the log
@@ -98,24 +97,6 @@ class Actor(Generic[T]):
         except BaseException as error:
             self._fail(request_id, error)
             return None
-
-    def attempt_each(
-        self,
-        items: Iterable[Item],
-        work: Callable[[Item], None],
-        request_id_of: Callable[[Item], str],
-    ) -> None:
-        """Runs the work of many items. If one raises, only its request ends.
-
-        PERF: `attempt` for each takes 0.2 us more, twice for each token.
-        """
-        for item in items:
-            try:
-                work(item)
-            except ENDS:
-                raise
-            except BaseException as error:
-                self._fail(request_id_of(item), error)
 
     def spawn_for(self, request_id: str, work: Coroutine[None, None, None]) -> None:
         """Like `spawn`, for the work of one request. If it raises, only that request ends."""

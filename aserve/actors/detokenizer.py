@@ -8,14 +8,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from functools import partial
-from operator import attrgetter, itemgetter
 from typing import assert_never
 
-import msgspec
-
 from aserve.actors.base import Actor, Story
-from aserve.actors.text_request import Child, Ending, TextRequest, ending_of, resumed_children
+from aserve.actors.text_request import Ending, TextRequest, ending_of, resumed_children
 from aserve.actors.text_slices import sliced
 from aserve.channel import Channel, Sink
 from aserve.errors import BugError, ErrorInfo
@@ -31,11 +27,7 @@ from aserve.messages.output import (
     failed_chunk,
 )
 from aserve.messages.requests import Cancel, EngineEvent, OpenText
-from aserve.text.logprobs import scored_tokens, token_logprob
-from aserve.text.output import Released, SequenceText
 from aserve.text.tokenizer import TextTokenizer
-
-NOTHING = Released("", [], ())
 
 
 class DetokenizerActor(Actor[DetokenizerEvent]):
@@ -88,8 +80,8 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
                     self._waiting[event.request_id] = event
                     touched.update(resumed_children(event))
                 case StepOutput():
-                    feed = partial(self._feed, touched)
-                    self.attempt_each(event.sequences, feed, attrgetter("request_id"))
+                    for output in event.sequences:
+                        self.attempt(output.request_id, self._feed, output, touched)
                 case Retired():
                     self.attempt(event.request_id, self._retire, event, touched)
                     retired.append(event)
@@ -99,7 +91,8 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
                     self.attempt(event.amend.request_id, self._amend, event)
                 case _:
                     assert_never(event)
-        self.attempt_each(touched, self._send, itemgetter(0))
+        for request_id, index in touched:
+            self.attempt(request_id, self._send, request_id, index)
         for event in retired:
             self._forget_retired(event)
 
@@ -123,7 +116,7 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
             request.begin(self._tokenizer)
         return request
 
-    def _feed(self, touched: dict[ChildKey, None], output: SequenceOutput) -> None:
+    def _feed(self, output: SequenceOutput, touched: dict[ChildKey, None]) -> None:
         """Adds tokens to the text. Tokens after a stop string are dropped: they were in flight."""
         request = self._requests.get(output.request_id) or self._open_request(output.request_id)
         if request is None:
@@ -132,8 +125,7 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
         child = request.children[output.child]
         if child.ending is not None:
             return
-        text = child.text
-        assert output.position == text.num_tokens, "outputs come once and in order"
+        assert output.position == child.text.num_tokens, "outputs come once and in order"
         child.cached_len = output.cached_len
         child.embedding = output.embedding or b""
         if output.prompt_logprobs is not None:
@@ -143,24 +135,11 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
         if output.num_drafts:
             child.note_window(output.num_drafts, len(token_ids) - 1)
         if request.opened.sampling.logprobs is None:
-            text.feed_all(token_ids)
+            child.text.feed_all(token_ids)
         else:
-            self._feed_scored(output, request, text)
-        if text.stop is not None:
-            child.ending = Ending("stop", text.stop)
-
-    def _feed_scored(
-        self, output: SequenceOutput, request: TextRequest, text: SequenceText
-    ) -> None:
-        num_top = request.opened.sampling.logprobs
-        assert num_top is not None
-        before = 0 if request.prompt is None else request.prompt.text_len
-        scored = scored_tokens(output, num_top, self._tokenizer)
-        for token_id in array("i", output.token_ids):
-            offset = before + text.text_len
-            text.feed(token_id, token_logprob(next(scored, None), offset, self._tokenizer))
-            if text.stop is not None:
-                return
+            request.feed_scored(output, child.text, self._tokenizer)
+        if child.text.stop is not None:
+            child.ending = Ending("stop", child.text.stop)
 
     def _retire(self, event: Retired, touched: dict[ChildKey, None]) -> None:
         request = self._open_request(event.request_id)
@@ -198,56 +177,18 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
             raise BugError(f"a message names request {request_id}, which is not open")
         return request
 
-    def _send(self, key: ChildKey) -> None:
-        request_id, index = key
+    def _send(self, request_id: str, index: int) -> None:
         request = self._requests.get(request_id) or self._find(request_id)
         if request is None or request.children[index].is_finished:
             return
-        child = request.children[index]
-        prompt = None
-        if request.prompt is not None and child.sends_prompt:
-            prompt = request.prompt.since(child.num_prompt_parts)
-            child.num_prompt_parts = len(request.prompt.parts)
-        if request.prompt is not None and request.awaits_prompt:
-            released, ending = NOTHING, None
-        else:
-            released, ending = child.release(), child.ending
-        if ending is None and not released.text and not released.token_ids and prompt is None:
+        chunk = request.next_chunk(index)
+        if chunk is None:
             return
-        chunk = OutputChunk(
-            request_id,
-            index,
-            released.text,
-            array("i", released.token_ids).tobytes(),
-            child.usage(request.opened.prompt_len),
-            released.logprobs,
-        )
-        # PERF: most chunks have nothing else, and each further field takes time.
-        if prompt is not None or child.embedding:
-            chunk = msgspec.structs.replace(chunk, prompt=prompt, embedding=child.embedding)
-        if not child.has_started:
-            child.has_started = True
-            chunk = first_chunk(chunk, request.opened)
-        if ending is not None:
-            chunk = self._last_chunk(chunk, request, child, ending)
+        child = request.children[index]
+        if child.is_finished and child.text.stop is not None and not child.is_retired:
+            self._engine.send(Cancel(request_id, index, child.text.num_kept, "stop"))
         self._deliver(chunk)
         request.is_over = chunk.is_last
-
-    def _last_chunk(
-        self, chunk: OutputChunk, request: TextRequest, child: Child, ending: Ending
-    ) -> OutputChunk:
-        """Makes it the last chunk of a child, and cancels the rest after a stop string."""
-        child.is_finished = True
-        if child.text.stop is not None and not child.is_retired:
-            kept = child.text.num_kept
-            self._engine.send(Cancel(chunk.request_id, chunk.child, kept, "stop"))
-        return msgspec.structs.replace(
-            chunk,
-            finish_reason=ending.reason,
-            stop_reason=ending.stop_reason,
-            error=ending.error,
-            is_last=all(each.is_finished for each in request.children),
-        )
 
     def _forget_retired(self, event: Retired) -> None:
         """Forgets the request, open or failed, once all its children have retired."""
@@ -257,12 +198,3 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
                 request.num_retired += 1
                 if request.is_retired:
                     del requests[event.request_id]
-
-
-def first_chunk(chunk: OutputChunk, opened: OpenText) -> OutputChunk:
-    """Returns the first chunk of a child, with what the client wants to know of the prompt."""
-    return msgspec.structs.replace(
-        chunk,
-        prompt_ids=opened.prompt_ids if opened.sampling.return_token_ids else b"",
-        prompt_tail=opened.prompt_tail,
-    )

@@ -12,9 +12,10 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from aserve.text.detokenize import ByteStream, TextStream, TokenTexts, WindowStream
+from aserve.text.detokenize import ByteStream, TextStream, TokenTexts
 from aserve.text.template import ChatTemplate
 from aserve.text.text_size import bytes_per_token
+from aserve.text.window_stream import WindowStream
 
 WORD_MARK = "\u2581"  # means a space in SentencePiece vocabularies
 UNKNOWN = 0  # the numeric tokenizer's id for words that are not the number of a token

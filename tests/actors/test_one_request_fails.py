@@ -96,8 +96,6 @@ def id_of(value: Any) -> str | None:
         return value.opened.request_id
     if isinstance(value, NAMED):
         return value.request_id
-    if isinstance(value, tuple):  # of a child
-        value = value[0]
     return value if isinstance(value, str) else None
 
 

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aserve.channel import yield_to_loop
+from aserve.http.direct import DirectWriter
 from aserve.http.openai.answers import TEXT, EventTemplate
 from aserve.http.openai.completions import CompletionAnswer, CompletionChoice
 from aserve.http.sse import SseWriter
@@ -73,14 +74,14 @@ async def read(asked: Any) -> bytes:
 def num_at_once(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """What was sent at once."""
     sent: list[bytes] = []
-    send = SseWriter.send_now
+    send = DirectWriter.send
 
-    def noted(writer: SseWriter, payloads: Any) -> None:
+    def noted(writer: DirectWriter, payloads: Any) -> None:
         events = [*payloads]
         sent.extend(events)
         send(writer, events)
 
-    monkeypatch.setattr(SseWriter, "send_now", noted)
+    monkeypatch.setattr(DirectWriter, "send", noted)
     return sent
 
 
@@ -94,7 +95,7 @@ async def test_the_bytes_are_those_that_the_handler_would_write(
     async with EchoEngine() as echo:
         at_once = await streamed(echo, path, body)
         assert (len(num_at_once) > 5) == ((path, body) in PLAIN)
-        monkeypatch.setattr(SseWriter, "is_free", False)
+        monkeypatch.setattr(DirectWriter, "is_free", False)
         assert await streamed(echo, path, body) == at_once
 
 

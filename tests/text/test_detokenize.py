@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aserve.text.detokenize import MAX_WINDOW, REPLACEMENT, ByteStream, TokenTexts, WindowStream
+from aserve.text.detokenize import ByteStream, TokenTexts
 from aserve.text.tokenizer import TextTokenizer
+from aserve.text.window_stream import MAX_WINDOW, REPLACEMENT, WindowStream
 from tests.text.vocabularies import byte_level_backend, byte_level_tokenizer, word_backend
 
 TOKENIZER = byte_level_tokenizer()

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -85,14 +85,7 @@ def _top_entry(entry: TopLogprob) -> TopEntry:
     return TopEntry(entry.token, entry.logprob, list(entry.token_bytes))
 
 
-def shows_text_alone(call: Call) -> bool:
-    """Returns whether the events of a choice between its first and its last show its text alone."""
-    sampling = call.sampling
-    is_scored = sampling.logprobs is not None
-    return not (is_scored or sampling.return_token_ids or call.reports_each_usage)
-
-
-TEXT = "\0"  # stands for the text in the JSON of a EventTemplate
+TEXT = "\0"  # stands for the text in the JSON of a sample
 
 
 class EventTemplate:
@@ -109,6 +102,30 @@ class EventTemplate:
 
     def of(self, text: str) -> bytes:
         return self._before + msgspec.json.encode(text) + self._after
+
+
+class PlainEvents:
+    """The events of a call's choices that show a text alone, made by a template for each choice.
+    `sample_of` makes the event of a choice whose text is TEXT.
+    """
+
+    __slots__ = ("_is_plain", "_sample_of", "_templates")
+
+    def __init__(self, call: Call, sample_of: Callable[[int], bytes]) -> None:
+        shows_more = call.sampling.logprobs is not None or call.sampling.return_token_ids
+        self._is_plain = not (shows_more or call.reports_each_usage)
+        self._sample_of = sample_of
+        self._templates: dict[int, EventTemplate] = {}
+
+    def have(self, chunk: OutputChunk) -> bool:
+        """Whether a chunk shows nothing but text."""
+        return self._is_plain and chunk.finish_reason is None and chunk.prompt is None
+
+    def of(self, index: int, text: str) -> bytes:
+        template = self._templates.get(index)
+        if template is None:
+            template = self._templates[index] = EventTemplate(self._sample_of(index))
+        return template.of(text)
 
 
 class Tally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -11,13 +11,12 @@ from aserve.http.long_json import JsonEach, JsonList, pieces_of
 from aserve.http.openai.answers import (
     TEXT,
     CompletionDetails,
-    EventTemplate,
     LogprobEntry,
+    PlainEvents,
     UsageBody,
     ids_of,
     is_visible,
     logprob_entries,
-    shows_text_alone,
 )
 from aserve.http.openai.call import Call, Origin, build_call, sampling_of
 from aserve.http.openai.chat_plan import ChatPlan, plan_of_body
@@ -65,8 +64,7 @@ class ChatDialect:
     def __init__(self, call: Call, plan: ChatPlan) -> None:
         self.call = call
         self._plan = plan
-        self._is_plain = shows_text_alone(call)
-        self._templates: dict[int, EventTemplate] = {}  # of content, by choice
+        self._plain = PlainEvents(call, self._content_sample)
         self._parsed = [
             ParsedChoice(plan.parse, f"{call.call_id}/{i}") for i in range(call.num_sequences)
         ]
@@ -75,29 +73,25 @@ class ChatDialect:
         first = Delta(role="assistant", content=self._plan.prefix)
         return self._chunk([DeltaChoice(index, first)], usage=usage)
 
-    def deltas(self, index: int, chunk: OutputChunk, usage: UsageBody | None) -> Iterable[bytes]:
-        """Returns an event for each delta. The first has the chunk's logprobs and ids, and the last
+    def deltas(self, index: int, chunk: OutputChunk, usage: UsageBody | None) -> Iterator[bytes]:
+        """Yields an event for each delta. The first has the chunk's logprobs and ids, and the last
         one the end of the choice.
         """
-        events = self._parsed[index].add(chunk)
-        if self._is_plain and chunk.finish_reason is None:
-            texts = [event.text for event in events if isinstance(event, Content)]
-            if len(texts) == len(events):
-                return map(self._template(index).of, texts)
+        parsed = self._parsed[index]
+        events = parsed.add(chunk)
+        texts = [event.text for event in events if isinstance(event, Content)]
+        if len(texts) == len(events) and self._plain.have(chunk):
+            yield from [self._plain.of(index, text) for text in texts]
+            return
         deltas = [*deltas_of(events, has_functions=self._plan.has_functions)]
         if not deltas and not is_visible(msgspec.structs.replace(chunk, text=""), self.call):
-            return ()
-        return self._deltas(index, chunk, deltas or [Delta()], usage)
-
-    def _deltas(
-        self, index: int, chunk: OutputChunk, deltas: list[Delta], usage: UsageBody | None
-    ) -> Iterator[bytes]:
-        choices = [DeltaChoice(index, delta) for delta in deltas]
+            return
+        choices = [DeltaChoice(index, delta) for delta in deltas or [Delta()]]
         choices[0].logprobs = self._logprobs(logprob_entries(chunk.logprobs, self.call.sampling))
         choices[0].token_ids = self._shown(chunk.token_ids)
         seed: int | UnsetType = UNSET
         if chunk.finish_reason is not None:
-            choices[-1].finish_reason = self._reason(self._parsed[index], chunk.finish_reason)
+            choices[-1].finish_reason = self._reason(parsed, chunk.finish_reason)
             choices[-1].stop_reason = chunk.stop_reason
             seed = self.call.sampling.seed
         prompt_ids = ids_of(chunk.prompt_ids)
@@ -107,12 +101,8 @@ class ChatDialect:
             yield self._chunk([choice], usage=usage, seed=shown_seed, prompt_ids=prompt_ids)
             prompt_ids = []
 
-    def _template(self, index: int) -> EventTemplate:
-        template = self._templates.get(index)
-        if template is None:
-            sample = self._chunk([DeltaChoice(index, Delta(content=TEXT))], usage=None)
-            template = self._templates[index] = EventTemplate(sample)
-        return template
+    def _content_sample(self, index: int) -> bytes:
+        return self._chunk([DeltaChoice(index, Delta(content=TEXT))], usage=None)
 
     def usage(self, usage: UsageBody) -> bytes:
         return self._chunk([], usage=usage, seed=self.call.sampling.seed)

@@ -8,14 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from aserve.http.long_json import JsonEach, JsonList, pieces_of
-from aserve.http.openai.answers import (
-    TEXT,
-    EventTemplate,
-    UsageBody,
-    ids_of,
-    is_visible,
-    shows_text_alone,
-)
+from aserve.http.openai.answers import TEXT, PlainEvents, UsageBody, ids_of, is_visible
 from aserve.http.openai.call import Call, Origin, build_call, sampling_of
 from aserve.http.openai.checks import check_best_of, check_body, check_suffix
 from aserve.http.openai.choices import TextChoice
@@ -82,15 +75,16 @@ class CompletionAnswer(msgspec.Struct, kw_only=True):
 class CompletionDialect:
     def __init__(self, call: Call) -> None:
         self.call = call
-        self._is_plain = shows_text_alone(call)
-        self._templates: dict[int, EventTemplate] = {}  # by choice
+        self._plain = PlainEvents(
+            call, lambda index: self._delta(CompletionChoice(index, TEXT), None)
+        )
 
     def opening(self, index: int, usage: UsageBody | None) -> bytes | None:
         return None
 
     def deltas(self, index: int, chunk: OutputChunk, usage: UsageBody | None) -> Iterable[bytes]:
-        if self._is_plain and chunk.finish_reason is None and chunk.prompt is None:
-            return (self._template(index).of(chunk.text),) if chunk.text else ()
+        if self._plain.have(chunk):
+            return (self._plain.of(index, chunk.text),) if chunk.text else ()
         if not is_visible(chunk, self.call):
             return ()
         return (self._delta(self._part(index, chunk), usage),)
@@ -105,13 +99,6 @@ class CompletionDialect:
     def whole_answer(self, choices: list[TextChoice], usage: UsageBody) -> Iterator[bytes]:
         bodies = JsonEach(lambda: map(self._whole_choice, range(len(choices)), choices))
         return pieces_of(self._answer(bodies, usage=usage, seed=self.call.sampling.seed))
-
-    def _template(self, index: int) -> EventTemplate:
-        template = self._templates.get(index)
-        if template is None:
-            template = EventTemplate(self._delta(CompletionChoice(index, TEXT), None))
-            self._templates[index] = template
-        return template
 
     def _delta(self, choice: CompletionChoice, usage: UsageBody | None) -> bytes:
         answer = self._answer(

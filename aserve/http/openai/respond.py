@@ -68,8 +68,7 @@ class StreamedAnswer(Generic[ChoiceT]):
             if not chunks:
                 await writer.keep_alive()
                 continue
-            shown = (chunk for chunk in chunks if chunk.error is None)
-            await writer.send(event for chunk in shown for event in self._events(chunk))
+            await writer.send(event for chunk in chunks for event in self._events(chunk))
             if failed is not None:
                 await writer.fail(failed)
                 return writer.response
@@ -80,12 +79,15 @@ class StreamedAnswer(Generic[ChoiceT]):
 
     def _offer(self, chunk: OutputChunk) -> bool:
         """Sends a chunk at once, unless it may be long."""
-        if chunk.logprobs or chunk.prompt is not None or not self._writer.is_free:
+        direct = self._writer.direct
+        if direct is None or chunk.logprobs or chunk.prompt is not None or not direct.is_free:
             return False
-        self._writer.send_now(self._events(chunk))
+        direct.send(self._events(chunk))
         return True
 
     def _events(self, chunk: OutputChunk) -> Iterable[bytes]:
+        if chunk.error is not None:
+            return ()
         dialect, key = self._dialect, (chunk.request_id, chunk.child)
         self._tally.add(chunk)
         usage = self._tally.total() if dialect.call.reports_each_usage else None
