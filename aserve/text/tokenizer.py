@@ -36,7 +36,6 @@ class TextTokenizer:
 
     __slots__ = (
         "_backend",
-        "_bytes",
         "_spelling",
         "_texts",
         "bos_id",
@@ -53,8 +52,7 @@ class TextTokenizer:
         added = backend.get_added_tokens_decoder()
         self._backend = backend
         self._spelling = spelling_of(backend)
-        self._bytes: dict[int, bytes] = {}
-        self._texts = TokenTexts(self.token_bytes)
+        self._texts = TokenTexts(self._spell)
         self.bos_id = bos_id
         self.bytes_per_token = bytes_per_token(backend)
         self.eos_ids = tuple(eos_ids)
@@ -90,10 +88,8 @@ class TextTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes of a token, special or not. Ids beyond the vocabulary have none."""
-        known = self._bytes.get(token_id)
-        if known is None:
-            known = self._bytes[token_id] = self._spell(token_id)
-        return known
+        piece = self._texts[token_id]
+        return piece.encode() if isinstance(piece, str) else piece
 
     def token(self, token_id: int) -> str:
         """Returns the token as the vocabulary spells it."""
