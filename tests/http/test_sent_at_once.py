@@ -23,6 +23,8 @@ from aserve.http.sse import SseWriter
 from tests.fakes.echo_engine import EchoEngine
 
 WORDS = 'stop "sign" \\ 한국어 🚀 <mark>\n\x00'
+# The ids and times of an answer.
+UNEQUAL = rb'"(id|created|message)":("[^"]*"|\d+)|"(timings|metrics)":{.*?}|\d+\.\d+(e-\d+)?'
 TURNS = 20  # of the loop, in which a chunk is written whichever way it takes
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -41,11 +43,16 @@ PLAIN: list[tuple[str, dict[str, Any]]] = [
         },
     ),
 ]
+RENDERED: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/messages", {"messages": [{"role": "user", "content": WORDS}]}),
+    ("/completion", {"prompt": WORDS}),
+]
 OTHERS: list[tuple[str, dict[str, Any]]] = [
     (COMPLETION, {"prompt": WORDS, "logprobs": 2}),
     (COMPLETION, {"prompt": [WORDS, "again"]}),
     (COMPLETION, {"prompt": WORDS, "n": 2, "echo": True}),
     (CHAT, {"messages": [{"role": "user", "content": WORDS}], "n": 2}),
+    ("/generate_stream", {"inputs": WORDS}),
 ]
 
 
@@ -60,7 +67,7 @@ async def streamed(echo: EchoEngine, path: str, body: dict[str, Any]) -> bytes:
             echo.scheduler.step()
             for _ in range(TURNS):
                 await yield_to_loop()
-    return re.sub(rb'"(id|created)":("[^"]*"|\d+)', b"", answer.result())
+    return re.sub(UNEQUAL, b"", answer.result())
 
 
 async def read(asked: Any) -> bytes:
@@ -71,36 +78,35 @@ async def read(asked: Any) -> bytes:
 
 
 @pytest.fixture
-def num_at_once(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+def at_once(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """What was sent at once."""
     sent: list[bytes] = []
-    send = DirectWriter.send
+    write = DirectWriter.write
 
-    def noted(writer: DirectWriter, payloads: Any) -> None:
-        events = [*payloads]
-        sent.extend(events)
-        send(writer, events)
+    def noted(writer: DirectWriter, data: bytes) -> None:
+        sent.append(data)
+        write(writer, data)
 
-    monkeypatch.setattr(DirectWriter, "send", noted)
+    monkeypatch.setattr(DirectWriter, "write", noted)
     return sent
 
 
-@pytest.mark.parametrize(("path", "body"), [*PLAIN, *OTHERS])
+@pytest.mark.parametrize(("path", "body"), [*PLAIN, *RENDERED, *OTHERS])
 async def test_the_bytes_are_those_that_the_handler_would_write(
     path: str,
     body: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
-    num_at_once: list[bytes],
+    at_once: list[bytes],
 ) -> None:
     async with EchoEngine() as echo:
-        at_once = await streamed(echo, path, body)
-        assert (len(num_at_once) > 5) == ((path, body) in PLAIN)
-        monkeypatch.setattr(DirectWriter, "is_free", False)
-        assert await streamed(echo, path, body) == at_once
+        answer = await streamed(echo, path, body)
+        assert (len(at_once) > 5) == ((path, body) not in OTHERS)
+        monkeypatch.setattr(DirectWriter, "takes", lambda *_: False)
+        assert await streamed(echo, path, body) == answer
 
 
 async def test_nothing_is_sent_at_once_while_the_connection_is_full(
-    monkeypatch: pytest.MonkeyPatch, num_at_once: list[bytes]
+    monkeypatch: pytest.MonkeyPatch, at_once: list[bytes]
 ) -> None:
     protocols: list[web.RequestHandler] = []
     start = SseWriter.start
@@ -122,7 +128,7 @@ async def test_nothing_is_sent_at_once_while_the_connection_is_full(
             echo.scheduler.step()
             for _ in range(TURNS):
                 await yield_to_loop()
-            counts.append(len(num_at_once))
+            counts.append(len(at_once))
         assert counts == [0, 1, 2, 2, 2, 2]
         protocols[0].resume_writing()
         echo.scheduler.is_paused = False
@@ -131,7 +137,7 @@ async def test_nothing_is_sent_at_once_while_the_connection_is_full(
     assert b"".join(texts) == b"abcdefgh"
 
 
-async def test_a_client_of_http_1_0_gets_events_without_chunks(num_at_once: list[bytes]) -> None:
+async def test_a_client_of_http_1_0_gets_events_without_chunks(at_once: list[bytes]) -> None:
     body = json.dumps({"prompt": "again", "stream": True, "max_tokens": 9}).encode()
     async with EchoEngine() as echo:
         host, port = echo.url.removeprefix("http://").split(":")
@@ -140,7 +146,7 @@ async def test_a_client_of_http_1_0_gets_events_without_chunks(num_at_once: list
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         _, _, events = (await reader.read()).partition(b"\r\n\r\n")
         writer.close()
-    assert num_at_once
+    assert at_once
     *parts, done, end = events.split(b"\n\n")
     assert (done, end) == (b"data: [DONE]", b"")
     texts = [json.loads(part.removeprefix(b"data: "))["choices"][0]["text"] for part in parts]

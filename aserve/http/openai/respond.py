@@ -80,7 +80,7 @@ class StreamedAnswer(Generic[ChoiceT]):
     def _offer(self, chunk: OutputChunk) -> bool:
         """Sends a chunk at once, unless it may be long."""
         direct = self._writer.direct
-        if direct is None or chunk.logprobs or chunk.prompt is not None or not direct.is_free:
+        if direct is None or not direct.takes(chunk):
             return False
         direct.send(self._events(chunk))
         return True
