@@ -52,7 +52,6 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
     (COMPLETION, {"prompt": [WORDS, "again"]}),
     (COMPLETION, {"prompt": WORDS, "n": 2, "echo": True}),
     (CHAT, {"messages": [{"role": "user", "content": WORDS}], "n": 2}),
-    ("/generate_stream", {"inputs": WORDS}),
 ]
 
 
