@@ -180,7 +180,9 @@ async def test_an_event_that_cannot_be_made_ends_its_request_alone(
 def test_a_template_makes_the_json_of_the_whole_record(text: str) -> None:
     def event(shown: str) -> bytes:
         choice = CompletionChoice(0, shown)
-        named = {"id": f"cmpl-{TEXT}", "created": 1, "model": f'{TEXT}"{TEXT}'}
-        return msgspec.json.encode(CompletionAnswer(**named, choices=[choice], usage=None))
+        answer = CompletionAnswer(
+            id=f"cmpl-{TEXT}", created=1, model=f'{TEXT}"{TEXT}', choices=[choice], usage=None
+        )
+        return msgspec.json.encode(answer)
 
     assert EventTemplate(event(TEXT)).of(text) == event(text)
