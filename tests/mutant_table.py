@@ -30,6 +30,8 @@ PARSERS = "tests/parsers/test_parsers.py"
 REASONING = "tests/scheduling/test_reasoning.py"
 TOOL_GRAMMARS = "tests/parsers/test_tool_grammar.py"
 FRONTENDS = "tests/processes/test_frontends.py"
+STREAM = "tests/test_request_stream.py"
+DIRECT = "tests/http/test_sent_at_once.py"
 DETOKENIZER = "tests/actors/test_detokenizer.py"
 
 
@@ -792,9 +794,9 @@ MUTANTS = (
     ),
     Mutant(
         "a request that ends with its first child",
-        "aserve/actors/detokenizer.py",
-        "all(each.is_finished for each in request.children)",
-        "any(each.is_finished for each in request.children)",
+        "aserve/actors/text_request.py",
+        "all(each.is_finished for each in self.children)",
+        "any(each.is_finished for each in self.children)",
         f"{DETOKENIZER}::test_only_the_last_child_to_end_ends_the_request",
     ),
     Mutant(
@@ -881,27 +883,34 @@ MUTANTS = (
     Mutant(
         "a token kept whose text begins at the cut",
         "aserve/text/output.py",
-        "self._tokens[-1].start >= end",
-        "self._tokens[-1].start > end",
+        "self._tokens[-1][1] >= end",
+        "self._tokens[-1][1] > end",
         "tests/text/test_output.py",
     ),
     Mutant(
         "text given out that may become a stop",
         "aserve/text/output.py",
-        "        return self.text_len - self._matcher.num_held\n",
-        "        return self.text_len\n",
+        "            certain_len -= self._matcher.num_held\n",
+        "",
         "tests/text/test_output.py",
     ),
     Mutant(
         "an unfinished character that vanishes",
         "aserve/text/detokenize.py",
-        'self._decode(b"", True)',
-        'self._decode(b"", False)',
+        'self._decoder.decode(b"", True)',
+        'self._decoder.decode(b"", False)',
+        "tests/text/test_detokenize.py",
+    ),
+    Mutant(
+        "bytes of a character that are decoded without the first ones",
+        "aserve/text/detokenize.py",
+        "            self._decoder = None\n        return text\n",
+        "            pass\n        self._decoder = None\n        return text\n",
         "tests/text/test_detokenize.py",
     ),
     Mutant(
         "a character shown before its last token",
-        "aserve/text/detokenize.py",
+        "aserve/text/window_stream.py",
         "is_partial = not text or text.endswith(REPLACEMENT)",
         "is_partial = not text",
         "tests/text/test_detokenize.py",
@@ -982,6 +991,41 @@ MUTANTS = (
         "return sampling.n * min(most) * (1 + sampling.prompt_logprobs)",
         "return min(most) * (1 + sampling.prompt_logprobs)",
         "tests/http/test_answer_size.py",
+    ),
+    Mutant(
+        "a chunk that overtakes unread ones",
+        "aserve/request_stream.py",
+        "is_read = waiter is not None and not waiter.done() and not self._pending",
+        "is_read = waiter is not None",
+        STREAM,
+    ),
+    Mutant(
+        "the end of an answer that its reader does not see",
+        "aserve/request_stream.py",
+        "is_read and not chunk.is_last and offer(chunk)",
+        "is_read and offer(chunk)",
+        STREAM,
+    ),
+    Mutant(
+        "a silent client although it just had a token",
+        "aserve/request_stream.py",
+        "                self._alarm.reset()\n            return\n",
+        "                pass\n            return\n",
+        STREAM,
+    ),
+    Mutant(
+        "a token without text that ends the answer",
+        "aserve/http/direct.py",
+        "            return  # an empty chunk would end the answer\n",
+        "            pass\n",
+        DIRECT,
+    ),
+    Mutant(
+        "a full buffer that is written to at once",
+        "aserve/http/direct.py",
+        "if transport is None or self._protocol.writing_paused:",
+        "if transport is None:",
+        DIRECT,
     ),
     Mutant(
         "an unread answer that goes on",

@@ -8,7 +8,7 @@ import asyncio
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from aserve.errors import EngineDead, ExpectedWait, InvalidRequest, QueueFull
@@ -253,3 +253,63 @@ async def test_a_silent_stream_yields_empty_batches_and_a_busy_one_none() -> Non
     assert loop.time() - since_s > 0.25
     request_stream.cancel()
     assert [batch async for batch in batches] == []
+
+
+class Taker:
+    """A receiver of offered chunks that takes them while `is_free`."""
+
+    def __init__(self) -> None:
+        self.is_free = True
+        self.texts: list[str] = []
+
+    def take(self, offered: OutputChunk) -> bool:
+        if self.is_free:
+            self.texts.append(offered.text)
+        return self.is_free
+
+
+@given(st.lists(st.sampled_from(["chunk", "turn", "block", "unblock"]), max_size=30))
+@example(["turn", "block", "chunk", "unblock", "chunk"])
+def test_chunks_that_are_taken_and_those_that_are_read_are_one_text(actions: list[str]) -> None:
+    """A reader that waits is not woken for what is taken, and sees the end."""
+
+    async def scenario() -> None:
+        bench, taker = Bench(), Taker()
+        request_stream = bench.gateway.open(request("r"))
+
+        async def read() -> None:
+            async for chunks in request_stream.batches(offer=taker.take):
+                taker.texts += [item.text for item in chunks]
+
+        reading = asyncio.create_task(read())
+        for number, action in enumerate(actions):
+            match action:
+                case "chunk":
+                    bench.gateway.deliver(chunk("r", f"{number},"))
+                case "turn":
+                    await asyncio.sleep(0)
+                case _:
+                    taker.is_free = action == "unblock"
+        bench.gateway.deliver(chunk("r", "end", is_last=True))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert reading.done()
+        sent = [f"{number}," for number, action in enumerate(actions) if action == "chunk"]
+        assert "".join(taker.texts) == "".join([*sent, "end"])
+
+    asyncio.run(scenario())
+
+
+async def test_a_chunk_that_is_taken_is_no_silence() -> None:
+    bench, taker = Bench(), Taker()
+    loop = asyncio.get_running_loop()
+    request_stream = bench.gateway.open(request("r"))
+    silent = asyncio.ensure_future(anext(request_stream.batches(idle_s=0.2, offer=taker.take)))
+    await asyncio.sleep(0)
+    for delay_s in (0.1, 0.2):
+        loop.call_later(delay_s, bench.gateway.deliver, chunk("r", "a"))
+    start_s = loop.time()
+    async with asyncio.timeout(60):
+        assert await silent == []
+    assert loop.time() - start_s >= 0.35
+    assert taker.texts == ["a", "a"]

@@ -24,15 +24,10 @@ from aserve.messages.output import (
     Retired,
     SequenceOutput,
     StepOutput,
-    Usage,
     failed_chunk,
 )
 from aserve.messages.requests import Cancel, EngineEvent, OpenText
-from aserve.text.logprobs import scored_tokens, token_logprob
-from aserve.text.output import Released
 from aserve.text.tokenizer import TextTokenizer
-
-NOTHING = Released("", [], ())
 
 
 class DetokenizerActor(Actor[DetokenizerEvent]):
@@ -123,7 +118,7 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
 
     def _feed(self, output: SequenceOutput, touched: dict[ChildKey, None]) -> None:
         """Adds tokens to the text. Tokens after a stop string are dropped: they were in flight."""
-        request = self._open_request(output.request_id)
+        request = self._requests.get(output.request_id) or self._open_request(output.request_id)
         if request is None:
             return
         request.touch(output.child, touched)
@@ -136,20 +131,15 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
         if output.prompt_logprobs is not None:
             assert request.prompt is not None
             request.prompt.feed(output.prompt_logprobs)
-        before = 0 if request.prompt is None else request.prompt.text_len
-        num_top, text, logprob = request.opened.sampling.logprobs, child.text, None
-        scored = iter(()) if num_top is None else scored_tokens(output, num_top, self._tokenizer)
-        own = array("i", output.token_ids)
+        token_ids = array("i", output.token_ids)
         if output.num_drafts:
-            child.note_window(output.num_drafts, len(own) - 1)
-        for token_id in own:
-            if num_top is not None:
-                offset = before + text.text_len
-                logprob = token_logprob(next(scored, None), offset, self._tokenizer)
-            text.feed(token_id, logprob)
-            if text.stop is not None:
-                child.ending = Ending("stop", text.stop)
-                return
+            child.note_window(output.num_drafts, len(token_ids) - 1)
+        if request.opened.sampling.logprobs is None:
+            child.text.feed_all(token_ids)
+        else:
+            request.feed_scored(output, child.text, self._tokenizer)
+        if child.text.stop is not None:
+            child.ending = Ending("stop", child.text.stop)
 
     def _retire(self, event: Retired, touched: dict[ChildKey, None]) -> None:
         request = self._open_request(event.request_id)
@@ -188,46 +178,15 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
         return request
 
     def _send(self, request_id: str, index: int) -> None:
-        request = self._find(request_id)
+        request = self._requests.get(request_id) or self._find(request_id)
         if request is None or request.children[index].is_finished:
             return
-        child = request.children[index]
-        prompt = None
-        if request.prompt is not None and child.sends_prompt:
-            prompt = request.prompt.since(child.num_prompt_parts)
-            child.num_prompt_parts = len(request.prompt.parts)
-        released = NOTHING if request.awaits_prompt else child.release()
-        ending = None if request.awaits_prompt else child.ending
-        if ending is None and not released.text and not released.token_ids and prompt is None:
+        chunk = request.next_chunk(index)
+        if chunk is None:
             return
-        child.is_finished = ending is not None
-        if ending is not None and child.text.stop is not None and not child.is_retired:
+        child = request.children[index]
+        if child.is_finished and child.text.stop is not None and not child.is_retired:
             self._engine.send(Cancel(request_id, index, child.text.num_kept, "stop"))
-        is_first = not child.has_started
-        shows_ids = request.opened.sampling.return_token_ids and is_first
-        child.has_started = True
-        chunk = OutputChunk(
-            request_id=request_id,
-            child=index,
-            text=released.text,
-            token_ids=array("i", released.token_ids).tobytes(),
-            usage=Usage(
-                request.opened.prompt_len,
-                child.text.num_kept,
-                child.cached_len,
-                child.reasoning.num_tokens if child.reasoning else 0,
-                *child.acceptance(),
-            ),
-            logprobs=released.logprobs,
-            finish_reason=ending and ending.reason,
-            stop_reason=ending and ending.stop_reason,
-            error=ending and ending.error,
-            is_last=ending is not None and all(each.is_finished for each in request.children),
-            prompt_ids=request.opened.prompt_ids if shows_ids else b"",
-            prompt_tail=request.opened.prompt_tail if is_first else "",
-            prompt=prompt,
-            embedding=child.embedding,
-        )
         self._deliver(chunk)
         request.is_over = chunk.is_last
 

@@ -5,17 +5,23 @@ Only the detokenizer actor writes it.
 
 from __future__ import annotations
 
+from array import array
 from typing import NamedTuple, assert_never
+
+import msgspec
 
 from aserve.errors import DeadlineExceeded, ErrorInfo, ShuttingDown, StepError
 from aserve.messages.base import ChildKey, FinishReason, array_i32
-from aserve.messages.output import Retired
+from aserve.messages.output import OutputChunk, Retired, SequenceOutput, Usage
 from aserve.messages.requests import OpenText
 from aserve.scheduling.reasoning import Reasoning
+from aserve.text.logprobs import scored_tokens, token_logprob
 from aserve.text.output import Released, SequenceText
 from aserve.text.prompt_text import PromptText
 from aserve.text.sampling_ids import end_ids
 from aserve.text.tokenizer import TextTokenizer
+
+NOTHING = Released("", [], ())
 
 
 class Ending(NamedTuple):
@@ -90,17 +96,30 @@ class Child:
         self.places.extend(bytes(self.text.num_tokens - self.num_counted - len(self.places)))
         self.places.extend(range(1, num_accepted + 1))
 
-    def acceptance(self) -> tuple[int, int, tuple[int, ...]]:
-        """Returns the numbers of windows and of drafts, and how many released tokens were the first
-        draft of a window, the second, ..."""
-        if self.num_windows:
-            num = self.text.num_kept - self.num_counted
-            for place in filter(None, self.places[:num]):
-                self.accepted.extend([0] * (place - len(self.accepted)))
-                self.accepted[place - 1] += 1
-            del self.places[:num]
-            self.num_counted += num
-        return self.num_windows, self.num_drafts, tuple(self.accepted)
+    def usage(self, prompt_len: int) -> Usage:
+        """Returns the usage so far, with the windows of drafts if there were any."""
+        usage = Usage(
+            prompt_len,
+            self.text.num_kept,
+            self.cached_len,
+            self.reasoning.num_tokens if self.reasoning else 0,
+        )
+        return self._with_acceptance(usage) if self.num_windows else usage
+
+    def _with_acceptance(self, usage: Usage) -> Usage:
+        """Adds how many released tokens were the first draft of a window, the second, ..."""
+        num = self.text.num_kept - self.num_counted
+        for place in filter(None, self.places[:num]):
+            self.accepted.extend([0] * (place - len(self.accepted)))
+            self.accepted[place - 1] += 1
+        del self.places[:num]
+        self.num_counted += num
+        return msgspec.structs.replace(
+            usage,
+            draft_windows=self.num_windows,
+            draft_tokens=self.num_drafts,
+            accepted_drafts=tuple(self.accepted),
+        )
 
     def release(self) -> Released:
         """Returns the output that became certain since the last call."""
@@ -146,6 +165,59 @@ class TextRequest:
             return False
         return self.children[0].ending is None
 
+    def feed_scored(
+        self, output: SequenceOutput, text: SequenceText, tokenizer: TextTokenizer
+    ) -> None:
+        """Adds tokens with their logprobs, up to a stop string."""
+        num_top = self.opened.sampling.logprobs
+        assert num_top is not None
+        before = 0 if self.prompt is None else self.prompt.text_len
+        scored = scored_tokens(output, num_top, tokenizer)
+        for token_id in array("i", output.token_ids):
+            offset = before + text.text_len
+            text.feed(token_id, token_logprob(next(scored, None), offset, tokenizer))
+            if text.stop is not None:
+                return
+
+    def next_chunk(self, index: int) -> OutputChunk | None:
+        """Takes what became certain of a child, and its end. Returns None if that is nothing."""
+        child = self.children[index]
+        prompt = None
+        if self.prompt is not None and child.sends_prompt:
+            prompt = self.prompt.since(child.num_prompt_parts)
+            child.num_prompt_parts = len(self.prompt.parts)
+        if self.prompt is not None and self.awaits_prompt:
+            released, ending = NOTHING, None
+        else:
+            released, ending = child.release(), child.ending
+        if ending is None and not released.text and not released.token_ids and prompt is None:
+            return None
+        chunk = OutputChunk(
+            self.opened.request_id,
+            index,
+            released.text,
+            array("i", released.token_ids).tobytes(),
+            child.usage(self.opened.prompt_len),
+            released.logprobs,
+        )
+        # PERF: most chunks have nothing else, and each further field takes time.
+        if prompt is not None or child.embedding:
+            chunk = msgspec.structs.replace(chunk, prompt=prompt, embedding=child.embedding)
+        if not child.has_started:
+            child.has_started = True
+            chunk = _first_chunk(chunk, self.opened)
+        return chunk if ending is None else self._last_chunk(chunk, ending)
+
+    def _last_chunk(self, chunk: OutputChunk, ending: Ending) -> OutputChunk:
+        self.children[chunk.child].is_finished = True
+        return msgspec.structs.replace(
+            chunk,
+            finish_reason=ending.reason,
+            stop_reason=ending.stop_reason,
+            error=ending.error,
+            is_last=all(each.is_finished for each in self.children),
+        )
+
     def touch(self, index: int, touched: dict[ChildKey, None]) -> None:
         """Adds the children that may send a chunk after an event of this one: all of them if the
         prompt is echoed or scored, because its scores come with child 0.
@@ -154,6 +226,15 @@ class TextRequest:
             touched[self.opened.request_id, index] = None
         else:
             touched.update(((self.opened.request_id, each.index), None) for each in self.children)
+
+
+def _first_chunk(chunk: OutputChunk, opened: OpenText) -> OutputChunk:
+    """Adds what the client wants to know of the prompt."""
+    return msgspec.structs.replace(
+        chunk,
+        prompt_ids=opened.prompt_ids if opened.sampling.return_token_ids else b"",
+        prompt_tail=opened.prompt_tail,
+    )
 
 
 def _text_of(opened: OpenText, tokenizer: TextTokenizer) -> SequenceText:

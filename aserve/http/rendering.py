@@ -171,7 +171,15 @@ async def _stream(
         await writer.write(rendering.failure(info))
         await writer.end()
 
-    async for chunks in request_stream.batches(idle_s=context.keep_alive_s):
+    def send_at_once(chunk: OutputChunk) -> bool:
+        direct = writer.direct
+        if direct is None or not direct.takes(chunk):
+            return False
+        direct.write(b"".join(_events([chunk], rendering, outputs)))
+        return True
+
+    offer = send_at_once if rendering.call.num_sequences == 1 else None
+    async for chunks in request_stream.batches(idle_s=context.keep_alive_s, offer=offer):
         errors = (_error_of(chunk, rendering) for chunk in chunks)
         failed = next((error for error in errors if error is not None), None)
         if not writer.response.prepared:

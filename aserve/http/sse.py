@@ -15,6 +15,7 @@ from aiohttp.http import StreamWriter
 from aserve.channel import yield_to_loop
 from aserve.errors import ErrorInfo
 from aserve.http.delivery import stream_response, with_deadline
+from aserve.http.direct import DirectWriter, frame
 from aserve.http.errors import STARTED, StartedAnswer, error_body
 from aserve.http.long_json import blocks_of
 
@@ -36,10 +37,14 @@ class SseWriter:
         self._request = request
         self._timeout_s = timeout_s
         self._writer: AbstractStreamWriter | None = None
+        # None before the start, and if the events go to an event log
+        self.direct: DirectWriter | None = None
 
     async def start(self, fail: Callable[[ErrorInfo], Awaitable[None]] | None = None) -> None:
         """Sends the status line. From now on the border middleware reports errors with `fail`."""
         self._writer = await self.response.prepare(self._request)
+        if isinstance(self._writer, StreamWriter):
+            self.direct = DirectWriter(self._request.protocol, self._writer)
         self._request[STARTED] = StartedAnswer(self.response, fail or self.fail)
 
     async def send(self, payloads: Iterable[bytes]) -> None:
@@ -78,7 +83,3 @@ class SseWriter:
         await writer.write(block, drain=False)
         if self._request.protocol.writing_paused:
             await with_deadline(writer.drain(), self._request, timeout_s=self._timeout_s)
-
-
-def frame(payload: bytes) -> bytes:
-    return b"data: %b\n\n" % payload

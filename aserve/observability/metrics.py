@@ -16,7 +16,7 @@ from aserve.messages.output import OutputChunk
 from aserve.messages.requests import GenerateRequest
 from aserve.observability.draft_counts import DraftMetrics
 from aserve.observability.latency import Latency
-from aserve.observability.recent import Recent, StepRecord
+from aserve.observability.recent import Recent, RequestRecord, StepRecord
 from aserve.observability.reports import (
     Beat,
     EngineDown,
@@ -68,17 +68,15 @@ class Metrics:
     def delivered(self, chunk: OutputChunk) -> OutputChunk:
         """Returns the chunk, with its timings if it is the last one of a request that is timed."""
         self.log.delivered(chunk)
-        self._count(chunk)
+        state = self._open.get(chunk.request_id)
+        if state is not None:
+            self._count(chunk, state)
         return self.latency.annotated(chunk)
 
-    def _count(self, chunk: OutputChunk) -> None:
-        state = self._open.get(chunk.request_id)
-        if state is None:
-            return
-        now = self._clock()
+    def _count(self, chunk: OutputChunk, state: RequestRecord) -> None:
         if chunk.token_ids:
             num_tokens = num_values(chunk.token_ids)
-            self._requests.tokens.note_times(state, now, num_tokens=num_tokens)
+            self._requests.tokens.note_times(state, self._clock(), num_tokens=num_tokens)
         self._requests.tokens.add_sent(state.use(chunk.child, chunk.usage))
         if chunk.is_last:
             self._requests.prompt_tokens.inc(chunk.usage.prompt_tokens)

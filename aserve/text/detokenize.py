@@ -10,8 +10,7 @@ import codecs
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-REPLACEMENT = "\ufffd"
-MAX_WINDOW = 64  # tokens: no character takes so many, so a full window has invalid bytes
+Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class TextStream(Protocol):
@@ -24,55 +23,49 @@ class TextStream(Protocol):
         """Returns the rest of the text, which is not empty if the last character is incomplete."""
 
 
+class TokenTexts(dict[int, str | bytes]):
+    """The text of each token that was asked for, or its bytes if they are not whole characters."""
+
+    __slots__ = ("_bytes_of",)
+
+    def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
+        self._bytes_of = bytes_of
+
+    def __missing__(self, token_id: int) -> str | bytes:
+        data = self._bytes_of(token_id)
+        try:
+            text: str | bytes = data.decode()
+        except UnicodeDecodeError:
+            text = data
+        self[token_id] = text
+        return text
+
+
 class ByteStream:
     """Joins the tokens' bytes, and decodes them once they are whole characters. It takes O(1) per
-    token.
+    token. PERF: between two characters, the text of a token is looked up.
     """
 
-    __slots__ = ("_decode", "_skipped", "_token_bytes")
+    __slots__ = ("_decoder", "_skipped", "_texts")
 
-    def __init__(self, token_bytes: Callable[[int], bytes], *, skipped: Collection[int]) -> None:
-        self._token_bytes = token_bytes
+    def __init__(self, texts: TokenTexts, *, skipped: Collection[int]) -> None:
+        self._texts = texts
         self._skipped = skipped
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        # Has the first bytes of a character; None between two characters.
+        self._decoder: codecs.IncrementalDecoder | None = None
 
     def feed(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
-        return self._decode(self._token_bytes(token_id))
-
-    def finish(self) -> str:
-        return self._decode(b"", True)
-
-
-class WindowStream:
-    """Decodes a window of the last tokens, for tokenizers whose decoder depends on neighbouring
-    tokens. The new text is what the new tokens add to the window's text.
-    """
-
-    __slots__ = ("_decode", "_num_context", "_skipped", "_window")
-
-    def __init__(self, decode: Callable[[list[int]], str], *, skipped: Collection[int]) -> None:
-        self._decode = decode
-        self._skipped = skipped
-        self._window: list[int] = []
-        self._num_context = 0  # tokens at the window's start whose text was returned
-
-    def feed(self, token_id: int) -> str:
-        if token_id in self._skipped:
-            return ""
-        self._window.append(token_id)
-        text = self._new_text()
-        is_partial = not text or text.endswith(REPLACEMENT)
-        if is_partial and len(self._window) < MAX_WINDOW:
-            return ""
-        del self._window[: self._num_context]
-        self._num_context = len(self._window)
+        piece = self._texts[token_id]
+        if self._decoder is None:
+            if isinstance(piece, str):
+                return piece
+            self._decoder = Utf8Decoder("replace")
+        text = self._decoder.decode(piece.encode() if isinstance(piece, str) else piece)
+        if not self._decoder.getstate()[0]:
+            self._decoder = None
         return text
 
     def finish(self) -> str:
-        return self._new_text()
-
-    def _new_text(self) -> str:
-        context = self._decode(self._window[: self._num_context])
-        return self._decode(self._window)[len(context) :]
+        return "" if self._decoder is None else self._decoder.decode(b"", True)

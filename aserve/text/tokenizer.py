@@ -12,9 +12,10 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from aserve.text.detokenize import ByteStream, TextStream, WindowStream
+from aserve.text.detokenize import ByteStream, TextStream, TokenTexts
 from aserve.text.template import ChatTemplate
 from aserve.text.text_size import bytes_per_token
+from aserve.text.window_stream import WindowStream
 
 WORD_MARK = "\u2581"  # means a space in SentencePiece vocabularies
 UNKNOWN = 0  # the numeric tokenizer's id for words that are not the number of a token
@@ -35,8 +36,8 @@ class TextTokenizer:
 
     __slots__ = (
         "_backend",
-        "_bytes",
         "_spelling",
+        "_texts",
         "bos_id",
         "bytes_per_token",
         "eos_ids",
@@ -51,7 +52,7 @@ class TextTokenizer:
         added = backend.get_added_tokens_decoder()
         self._backend = backend
         self._spelling = spelling_of(backend)
-        self._bytes: dict[int, bytes] = {}
+        self._texts = TokenTexts(self._spell)
         self.bos_id = bos_id
         self.bytes_per_token = bytes_per_token(backend)
         self.eos_ids = tuple(eos_ids)
@@ -83,14 +84,12 @@ class TextTokenizer:
             skipped = skipped.difference(kept_ids)
         if self._spelling is Spelling.CONTEXTUAL:
             return WindowStream(self._decode_whole, skipped=skipped)
-        return ByteStream(self.token_bytes, skipped=skipped)
+        return ByteStream(self._texts, skipped=skipped)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes of a token, special or not. Ids beyond the vocabulary have none."""
-        known = self._bytes.get(token_id)
-        if known is None:
-            known = self._bytes[token_id] = self._spell(token_id)
-        return known
+        piece = self._texts[token_id]
+        return piece.encode() if isinstance(piece, str) else piece
 
     def token(self, token_id: int) -> str:
         """Returns the token as the vocabulary spells it."""

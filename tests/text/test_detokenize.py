@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aserve.text.detokenize import MAX_WINDOW, REPLACEMENT, ByteStream, WindowStream
+from aserve.text.detokenize import ByteStream, TokenTexts
 from aserve.text.tokenizer import TextTokenizer
+from aserve.text.window_stream import MAX_WINDOW, REPLACEMENT, WindowStream
 from tests.text.vocabularies import byte_level_backend, byte_level_tokenizer, word_backend
 
 TOKENIZER = byte_level_tokenizer()
@@ -49,7 +50,7 @@ def test_each_token_is_looked_at_once() -> None:
         seen.append(token_id)
         return b"\xf0"
 
-    stream = ByteStream(token_bytes, skipped=())
+    stream = ByteStream(TokenTexts(token_bytes), skipped=())
     for token_id in range(1000):
         stream.feed(token_id)
     assert seen == list(range(1000))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aserve.messages.output import TokenLogprob
-from aserve.text.detokenize import ByteStream
+from aserve.text.detokenize import ByteStream, TokenTexts
 from aserve.text.output import Released, SequenceText
 
 WORDS = (b"", b"a", b"b", b"ab", b"ba", b"\xed", b"\x95", b"\x9c", b"\xed\x95\x9c", b"<end>")
@@ -14,7 +14,7 @@ END = WORDS.index(b"<end>")
 
 
 def sequence(*stops: str, min_tokens: int = 0, shows_stop: bool = False) -> SequenceText:
-    stream = ByteStream(WORDS.__getitem__, skipped=())
+    stream = ByteStream(TokenTexts(WORDS.__getitem__), skipped=())
     return SequenceText(
         stream, stops=stops, end_ids=(END,), min_tokens=min_tokens, shows_stop=shows_stop
     )

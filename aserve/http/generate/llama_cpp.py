@@ -14,6 +14,7 @@ from msgspec import UNSET, UnsetType
 from aserve.errors import ErrorInfo
 from aserve.http.control.info import version
 from aserve.http.delivery import json_response
+from aserve.http.direct import frame
 from aserve.http.errors import error_body
 from aserve.http.openai.answers import ids_of
 from aserve.http.openai.call import Call, Origin
@@ -23,7 +24,7 @@ from aserve.http.openai.limits import INT32, Range, check_within
 from aserve.http.openai.schema import CompletionBody, StructuredOutputs, TextsOrIds, TokenId
 from aserve.http.rendering import Output, answer, field_names, one_or_list
 from aserve.http.route import get, post
-from aserve.http.sse import EVENT_STREAM, KEEP_ALIVE, frame
+from aserve.http.sse import EVENT_STREAM, KEEP_ALIVE
 from aserve.http.state import HttpContext, origin_of
 from aserve.messages.output import OutputChunk, TokenLogprob
 

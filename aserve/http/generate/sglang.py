@@ -18,6 +18,7 @@ from msgspec import UNSET, UnsetType
 
 from aserve.errors import ErrorInfo, InvalidRequest
 from aserve.http.abort import ABORTED, ABORTS
+from aserve.http.direct import frame
 from aserve.http.errors import ERROR_FORMAT, error_body
 from aserve.http.generate.body import GenerateBody, SglangSampling, TgiBody
 from aserve.http.generate.tgi import tgi_answer, tgi_error
@@ -28,7 +29,7 @@ from aserve.http.openai.limits import INT32, MAX_LOGPROBS, MAX_RID_CHARS, Range,
 from aserve.http.openai.schema import CompletionBody, StructuredOutputs, TextsOrIds
 from aserve.http.rendering import Output, answer, field_names, one_or_list
 from aserve.http.route import post
-from aserve.http.sse import DONE, EVENT_STREAM, KEEP_ALIVE, frame
+from aserve.http.sse import DONE, EVENT_STREAM, KEEP_ALIVE
 from aserve.http.state import HttpContext, origin_of
 from aserve.messages.output import OutputChunk, PromptToken, TokenLogprob
 

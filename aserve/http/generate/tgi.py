@@ -14,6 +14,7 @@ from aiohttp import web
 from aserve.errors import ErrorInfo, InvalidRequest
 from aserve.http.control.info import version
 from aserve.http.delivery import json_response
+from aserve.http.direct import frame
 from aserve.http.generate.body import TgiBody, TgiGrammar, TgiParameters, TgiStreamBody
 from aserve.http.openai.call import Call, Origin
 from aserve.http.openai.checks import check_unsupported
@@ -22,7 +23,7 @@ from aserve.http.openai.limits import MAX_LOGPROBS, MAX_STOPS, RANGES, Range, ch
 from aserve.http.openai.schema import CompletionBody, StructuredOutputs
 from aserve.http.rendering import Output, answer, field_names
 from aserve.http.route import get, post
-from aserve.http.sse import EVENT_STREAM, KEEP_ALIVE, frame
+from aserve.http.sse import EVENT_STREAM, KEEP_ALIVE
 from aserve.http.state import HttpContext, origin_of
 from aserve.messages.output import OutputChunk, PromptToken, TokenLogprob
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -83,6 +83,49 @@ def _by_id(entry: Named) -> Named:
 
 def _top_entry(entry: TopLogprob) -> TopEntry:
     return TopEntry(entry.token, entry.logprob, list(entry.token_bytes))
+
+
+TEXT = "\0"  # stands for the text in the JSON of a sample
+
+
+class EventTemplate:
+    """The JSON of an event whose only part that differs within its stream is a text.
+
+    `sample` is such an event with TEXT for the text, after which no field has a value of the
+    client's. PERF: all but the text is encoded once.
+    """
+
+    __slots__ = ("_after", "_before")
+
+    def __init__(self, sample: bytes) -> None:
+        self._before, _, self._after = sample.rpartition(msgspec.json.encode(TEXT))
+
+    def of(self, text: str) -> bytes:
+        return self._before + msgspec.json.encode(text) + self._after
+
+
+class PlainEvents:
+    """The events of a call's choices that show a text alone, made by a template for each choice.
+    `sample_of` makes the event of a choice whose text is TEXT.
+    """
+
+    __slots__ = ("_is_plain", "_sample_of", "_templates")
+
+    def __init__(self, call: Call, sample_of: Callable[[int], bytes]) -> None:
+        shows_more = call.sampling.logprobs is not None or call.sampling.return_token_ids
+        self._is_plain = not (shows_more or call.reports_each_usage)
+        self._sample_of = sample_of
+        self._templates: dict[int, EventTemplate] = {}
+
+    def have(self, chunk: OutputChunk) -> bool:
+        """Whether a chunk shows nothing but text."""
+        return self._is_plain and chunk.finish_reason is None and chunk.prompt is None
+
+    def of(self, index: int, text: str) -> bytes:
+        template = self._templates.get(index)
+        if template is None:
+            template = self._templates[index] = EventTemplate(self._sample_of(index))
+        return template.of(text)
 
 
 class Tally:

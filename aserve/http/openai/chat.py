@@ -9,8 +9,10 @@ from msgspec import UNSET, UnsetType
 
 from aserve.http.long_json import JsonEach, JsonList, pieces_of
 from aserve.http.openai.answers import (
+    TEXT,
     CompletionDetails,
     LogprobEntry,
+    PlainEvents,
     UsageBody,
     ids_of,
     is_visible,
@@ -34,6 +36,7 @@ from aserve.http.openai.prompt_logprobs import check_prompt_logprobs
 from aserve.http.openai.schema import ChatBody
 from aserve.messages.base import FinishReason
 from aserve.messages.output import OutputChunk
+from aserve.parsers.events import Content
 
 
 def chat_dialect(body: ChatBody, origin: Origin) -> ChatDialect:
@@ -61,6 +64,7 @@ class ChatDialect:
     def __init__(self, call: Call, plan: ChatPlan) -> None:
         self.call = call
         self._plan = plan
+        self._plain = PlainEvents(call, self._content_sample)
         self._parsed = [
             ParsedChoice(plan.parse, f"{call.call_id}/{i}") for i in range(call.num_sequences)
         ]
@@ -75,6 +79,10 @@ class ChatDialect:
         """
         parsed = self._parsed[index]
         events = parsed.add(chunk)
+        texts = [event.text for event in events if isinstance(event, Content)]
+        if len(texts) == len(events) and self._plain.have(chunk):
+            yield from [self._plain.of(index, text) for text in texts]
+            return
         deltas = [*deltas_of(events, has_functions=self._plan.has_functions)]
         if not deltas and not is_visible(msgspec.structs.replace(chunk, text=""), self.call):
             return
@@ -92,6 +100,9 @@ class ChatDialect:
             shown_seed = seed if is_last else UNSET
             yield self._chunk([choice], usage=usage, seed=shown_seed, prompt_ids=prompt_ids)
             prompt_ids = []
+
+    def _content_sample(self, index: int) -> bytes:
+        return self._chunk([DeltaChoice(index, Delta(content=TEXT))], usage=None)
 
     def usage(self, usage: UsageBody) -> bytes:
         return self._chunk([], usage=usage, seed=self.call.sampling.seed)

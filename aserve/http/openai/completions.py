@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from aserve.http.long_json import JsonEach, JsonList, pieces_of
-from aserve.http.openai.answers import UsageBody, ids_of, is_visible
+from aserve.http.openai.answers import TEXT, PlainEvents, UsageBody, ids_of, is_visible
 from aserve.http.openai.call import Call, Origin, build_call, sampling_of
 from aserve.http.openai.checks import check_best_of, check_body, check_suffix
 from aserve.http.openai.choices import TextChoice
@@ -75,19 +75,19 @@ class CompletionAnswer(msgspec.Struct, kw_only=True):
 class CompletionDialect:
     def __init__(self, call: Call) -> None:
         self.call = call
+        self._plain = PlainEvents(
+            call, lambda index: self._delta(CompletionChoice(index, TEXT), None)
+        )
 
     def opening(self, index: int, usage: UsageBody | None) -> bytes | None:
         return None
 
-    def deltas(self, index: int, chunk: OutputChunk, usage: UsageBody | None) -> Iterator[bytes]:
+    def deltas(self, index: int, chunk: OutputChunk, usage: UsageBody | None) -> Iterable[bytes]:
+        if self._plain.have(chunk):
+            return (self._plain.of(index, chunk.text),) if chunk.text else ()
         if not is_visible(chunk, self.call):
-            return
-        answer = self._answer(
-            [self._part(index, chunk)],
-            usage=usage if self.call.reports_usage else UNSET,
-            seed=UNSET if chunk.finish_reason is None else self.call.sampling.seed,
-        )
-        yield msgspec.json.encode(answer)
+            return ()
+        return (self._delta(self._part(index, chunk), usage),)
 
     def usage(self, usage: UsageBody) -> bytes:
         answer = self._answer([], usage=usage, seed=self.call.sampling.seed)
@@ -99,6 +99,14 @@ class CompletionDialect:
     def whole_answer(self, choices: list[TextChoice], usage: UsageBody) -> Iterator[bytes]:
         bodies = JsonEach(lambda: map(self._whole_choice, range(len(choices)), choices))
         return pieces_of(self._answer(bodies, usage=usage, seed=self.call.sampling.seed))
+
+    def _delta(self, choice: CompletionChoice, usage: UsageBody | None) -> bytes:
+        answer = self._answer(
+            [choice],
+            usage=usage if self.call.reports_usage else UNSET,
+            seed=UNSET if choice.finish_reason is None else self.call.sampling.seed,
+        )
+        return msgspec.json.encode(answer)
 
     def _part(self, index: int, chunk: OutputChunk) -> CompletionChoice:
         sampling = self.call.sampling

@@ -14,6 +14,7 @@ import msgspec
 from aiohttp import web
 
 from aserve.errors import ErrorInfo, InvalidRequest
+from aserve.http.direct import frame
 from aserve.http.errors import error_body
 from aserve.http.openai.call import Call, Origin
 from aserve.http.openai.completions import completion_call
@@ -21,7 +22,7 @@ from aserve.http.openai.embeddings import EmbeddingUsage
 from aserve.http.openai.limits import check_length
 from aserve.http.openai.schema import CompletionBody, Side, TokenId
 from aserve.http.rendering import Output, answer
-from aserve.http.sse import EVENT_STREAM, KEEP_ALIVE, frame
+from aserve.http.sse import EVENT_STREAM, KEEP_ALIVE
 from aserve.http.state import HttpContext, origin_of
 from aserve.messages.output import OutputChunk
 from aserve.messages.requests import TextPrompt
