@@ -25,8 +25,7 @@ def advance_rows(state: SchedulerState, step: Step, *, advance: Column) -> None:
         _send_kv(state, step.sequences)
     if state.spec.prefix_cache:
         has_new_pages = table.committed_len[rows] // page_size > num_before  # at most
-        for sequence in table.sequences[rows[has_new_pages]].tolist():
-            commit_pages(state, sequence)
+        commit_pages(state, table.sequences[rows[has_new_pages]].tolist())
     if state.cache.has_windows:
         for sequence in step.sequences:
             assert sequence.allocation is not None
@@ -34,16 +33,17 @@ def advance_rows(state: SchedulerState, step: Step, *, advance: Column) -> None:
             cache.release_behind(sequence.allocation, sequence.committed_len)
 
 
-def commit_pages(state: SchedulerState, sequence: Sequence) -> None:
-    """Enters the whole pages of a sequence into the prefix tree, and wakes who waited for them."""
-    assert sequence.allocation is not None
-    page_size = state.spec.page_size
-    num_pages = sequence.cacheable_len // page_size
-    cache = state.cache.of(sequence.allocation)
-    cache.commit(sequence.allocation, sequence.page_keys(page_size), num_pages=num_pages)
-    lead(state, sequence, num_committed=num_pages)
-    if sequence.followers:
-        wake(state, sequence)
+def commit_pages(state: SchedulerState, sequences: list[Sequence]) -> None:
+    """Enters the whole pages of sequences into the prefix tree, and wakes who waited for them."""
+    page_size, caches = state.spec.page_size, state.cache.ranks
+    for sequence in sequences:
+        allocation, keys = sequence.allocation, sequence.page_keys(page_size)
+        assert allocation is not None
+        num_pages = sequence.cacheable_len // page_size
+        caches[allocation.rank].commit(allocation, keys, num_pages=num_pages)
+        lead(state, sequence, num_committed=num_pages)
+        if sequence.followers:
+            wake(state, sequence)
 
 
 def _send_kv(state: SchedulerState, sequences: list[Sequence]) -> None:

@@ -81,7 +81,7 @@ def end_load(state: SchedulerState, event: KvLoaded) -> None:
     # Steps in flight may still name the row for a former owner, and their results are not for it.
     sequence.first_iteration = state.next_iteration
     _note_hit(state, sequence)
-    commit_pages(state, sequence)
+    commit_pages(state, [sequence])
     if state.cache.has_windows:
         cache.release_behind(transfer.allocation, sequence.committed_len)
     if sequence.remaining <= state.spec.decode.root_len:

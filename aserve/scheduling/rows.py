@@ -34,11 +34,11 @@ class RowTable:
 
     committed_len: Column
     scheduled_len: Column
+    num_flights: Column  # steps in flight that name it
+    num_sampling: Column  # those of them that sample it
     # tokens that exist or are in flight and have no KV scheduled: `DecodeCaps.root_len` for a
     # decode, more for a prefill, 0 when nothing will be sampled after the prompt
     remaining: Column
-    num_flights: Column  # steps in flight that name it
-    num_sampling: Column  # those of them that sample it
     num_uncertain: Column  # tokens that these may bring or not
     first_iteration: Column  # results of earlier steps do not count for it
     last_iteration: Column  # the last step that named it: the row that waited longest goes first
@@ -81,6 +81,7 @@ class RowTable:
         for name, column in zip(NAMES, self._values, strict=True):
             setattr(self, name, column)
         self.first_iteration[:] = NEVER
+        self.clocks = self._values[:NUM_CLOCKS]  # the first columns: the clocks, and the flights
         # The objects of each row, so that a list of them is made without a loop.
         self.sequences = np.full(max_rows + 1, None, np.object_)
         self.request_ids = np.full(max_rows + 1, None, np.object_)
@@ -106,6 +107,7 @@ class RowTable:
 
 
 NAMES = tuple(RowTable.__annotations__)
+NUM_CLOCKS = NAMES.index("remaining")
 NUM_CELLS, REMAINING = NAMES.index("num_tokens"), NAMES.index("remaining")
 # All sequences share these cells until one of their own is written, so most that wait have none.
 NO_CELLS: Cells = memoryview(
