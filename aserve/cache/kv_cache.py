@@ -130,7 +130,10 @@ class KvCache:
                 self._evict(group, lacking)
             taken, start = self._pools[group].take(totals[group]), 0
             for each, count in zip(allocations, counts, strict=True):
-                if count > 0:
+                if count == 1:
+                    each.pages[group].append(taken[start])
+                    start += 1
+                elif count > 0:
                     each.pages[group].extend(taken[start : start + count])
                     start += count
         for each, num in zip(allocations, num_pages, strict=True):
@@ -147,10 +150,10 @@ class KvCache:
         """
         if not (self._has_prefix_cache and allocation.is_inserting):
             return
-        self._require_whole(allocation, keys, num_pages)
-        num_shared = allocation.num_shared
+        num_shared = allocation.prefix.num_pages
         if num_shared >= num_pages:
             return
+        self._require_whole(allocation, keys, num_pages)
         # NOTE: if the first key is new, all later ones are: a key is a digest of its whole prefix.
         if self._tree.get(keys[num_shared]) is not None:
             allocation.is_inserting = False
@@ -259,9 +262,10 @@ class KvCache:
 
     def _insert(self, allocation: PageAllocation, keys: Sequence[bytes], *, num_pages: int) -> None:
         """Makes nodes of the first private pages. The allocation locks them."""
-        added = slice(allocation.num_shared, num_pages)
+        prefix = allocation.prefix
+        added = slice(prefix.num_pages, num_pages)
         pages = [group_pages[added] for group_pages in allocation.pages]
-        allocation.prefix = self._tree.insert(allocation.prefix, keys[added], pages=pages)
+        allocation.prefix = self._tree.insert(prefix, keys[added], pages=pages)
 
     def _replace(self, allocation: PageAllocation, prefix: Prefix) -> None:
         """Replaces the first private pages by those that the tree has for the same tokens, at the

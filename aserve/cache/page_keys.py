@@ -71,8 +71,9 @@ class PageKeys(Sequence[bytes]):
 
     def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
         if isinstance(index, slice):
-            if index.start >= self._num_prompt:
-                return self._own[index.start - self._num_prompt : index.stop - self._num_prompt]
+            first = index.start - self._num_prompt
+            if first >= 0:
+                return self._own[first : index.stop - self._num_prompt]
             return [self[number] for number in range(*index.indices(len(self)))]
         if index >= self._num_prompt:
             return self._own[index - self._num_prompt]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
 import numpy as np
 
@@ -56,9 +57,11 @@ class PagePool:
 
     def give_back(self, pages: Sequence[int]) -> None:
         if len(pages) <= FEW or not self._are_taken(pages):
+            is_free, num_pages = self._is_free, self.num_pages
             for page in pages:
-                self._check(page)
-                self._is_free[page] = 1
+                if not 0 < page < num_pages or is_free[page]:
+                    self._refuse(page)
+                is_free[page] = 1
         else:
             self._flags[pages] = 1
         self._free.extend(pages)
@@ -68,13 +71,12 @@ class PagePool:
         is_inside = values.min() > 0 and values.max() < self.num_pages
         return bool(is_inside and not self._flags[values].any() and _are_distinct(values))
 
-    def _check(self, page: int) -> None:
+    def _refuse(self, page: int) -> NoReturn:
         if not 0 < page < self.num_pages:
             raise BugError(
                 f"group {self.name!r}: page {page} came back, but pages are 1..{self.num_pages - 1}"
             )
-        if self._is_free[page]:
-            raise BugError(f"group {self.name!r}: page {page} came back, but it is free already")
+        raise BugError(f"group {self.name!r}: page {page} came back, but it is free already")
 
 
 def _are_distinct(values: np.ndarray[tuple[int], np.dtype[np.int32]]) -> bool:

@@ -56,7 +56,7 @@ class Run:
         return self.pages[start - self.start : end - self.start]
 
 
-class Prefix(msgspec.Struct, frozen=True):
+class Prefix(msgspec.Struct, frozen=True, gc=False):
     """The first `num_pages` nodes on the path to `run`. A Prefix by itself locks nothing."""
 
     run: Run | None = None
@@ -161,46 +161,68 @@ class PrefixTree:
         if self.get(keys[0]) is not None:
             raise BugError(f"prefix {keys[0].hex()} entered the tree, but it is there already")
         run, start = prefix.run, prefix.num_pages
-        if run is not None and run.end == start:
+        if run is not None and run.start + len(run.pages) == start:
             _drop_user(run, start)
         else:
             # WHY the parent gets no new lock: that of the caller now counts for the new run.
             run = Run(run, start)
         run.pages.extend(pages[0])
         run.keys.extend(keys)
-        run.users[run.end] = 1
-        run.locked_end = run.end
-        for key in keys:
-            self._runs[key[0]][key] = run
-        for node in pages[0]:
-            self._run_of[node] = run
+        end = start + len(keys)
+        run.users[end] = 1
+        run.locked_end = end
+        runs, run_of = self._runs, self._run_of
+        for key, node in zip(keys, pages[0], strict=True):
+            runs[key[0]][key] = run
+            run_of[node] = run
         for group, windowed in self.windowed.items():
             windowed.pages[pages[0]] = pages[group]
             windowed.locks[pages[0]] = np.asarray(pages[group]) != 0
-        self._stored.note_new(keys, pages)
-        return Prefix(run, run.end)
+        if not self._stored.is_off:
+            self._stored.note_new(keys, pages)
+        return Prefix(run, end)
 
     def evict(self, count: int) -> dict[int, array[int]]:
         """Removes the `count` oldest nodes and returns their pages by group."""
         freed: dict[int, array[int]] = {group: array("i") for group in self.windowed}
-        freed[0] = self.order.take(count)
-        is_plain = not self.windowed and self._stored.is_off
-        for node in freed[0]:
-            run = self._run_of[node]
-            if run is None or run.pages[-1] != node or run.locked_end >= run.end:
-                raise BugError(f"node {node} was evicted, but is not the unlocked end of a run")
-            run.pages.pop()
-            key = run.keys.pop()
-            del self._runs[key[0]][key]
-            self._run_of[node] = None
-            if is_plain:
-                continue
+        nodes = freed[0] = self.order.take(count)
+        start = 0
+        while start < count:
+            run = self._run_of[nodes[start]]
+            num = _num_at_end(run, nodes, start) if run is not None else 0
+            if run is None or not num:
+                raise BugError(f"node {nodes[start]} was evicted, but is not the unlocked end of a run")
+            keys = run.keys[: -num - 1 : -1]
+            del run.keys[-num:], run.pages[-num:]
+            for node, key in zip(nodes[start : start + num], keys, strict=True):
+                del self._runs[key[0]][key]
+                self._run_of[node] = None
+            start += num
+            if self.windowed or not self._stored.is_off:
+                self._note_evicted(nodes[start - num : start], keys, freed)
+        return freed
+
+    def _note_evicted(
+        self, nodes: array[int], keys: list[bytes], freed: dict[int, array[int]]
+    ) -> None:
+        """Drops the windowed pages of evicted nodes, which are freed as well."""
+        for node, key in zip(nodes, keys, strict=True):
             dropped = [windowed.drop(node) for windowed in self.windowed.values()]
             self._stored.note_evicted(key, (node, *dropped))
             for group, page in zip(self.windowed, dropped, strict=True):
                 if page:
                     freed[group].append(page)
-        return freed
+
+
+def _num_at_end(run: Run, nodes: array[int], start: int) -> int:
+    """Returns how many of the nodes from `start` on are the unlocked end of the run, the last one
+    first.
+    """
+    most = min(len(nodes) - start, run.end - run.locked_end)
+    tail, found = run.pages[: -most - 1 : -1], nodes[start : start + most]
+    if tail == found:
+        return most
+    return [node == other for node, other in zip(tail, found, strict=True)].index(False)
 
 
 def _drop_user(run: Run, end: int) -> None:

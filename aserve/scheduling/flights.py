@@ -18,7 +18,7 @@ from aserve.messages.base import ArrayI32, array_i32, pack_i32
 from aserve.messages.executor import DecodeCaps, EngineSpec
 from aserve.scheduling.clients import Client
 from aserve.scheduling.request import Phase, Sequence
-from aserve.scheduling.rows import Column, RowTable
+from aserve.scheduling.rows import Column, Objects, RowTable
 
 
 # What a step that decodes one token of a row adds to `RowTable.clocks` when it is sent, and when it
@@ -55,7 +55,7 @@ class Step(msgspec.Struct, gc=False, eq=False):
     """
 
     iteration: int
-    sequences: list[Sequence]
+    sequences: Objects  # of Sequence
     rows: Column
     query_lens: Column
     num_drafts: Column
@@ -77,7 +77,7 @@ class Step(msgspec.Struct, gc=False, eq=False):
         rows = self.rows[indices]
         return Step(
             self.iteration,
-            [self.sequences[index] for index in indices.tolist()],
+            self.sequences[indices],
             rows,
             self.query_lens[indices],
             self.num_drafts[indices],
@@ -102,7 +102,7 @@ class Step(msgspec.Struct, gc=False, eq=False):
         """Returns whether the result of this flight does not count, because its sequence has ended
         or a step failed.
         """
-        sequence = self.sequences[index]
+        sequence: Sequence = self.sequences[index]
         return sequence.phase is Phase.ENDED or sequence.first_iteration > self.iteration
 
 
@@ -155,7 +155,7 @@ def plan_step(
     max_outputs = np.where(has_outputs, num_accepted + caps.root_len, 0)
     return Step(
         iteration,
-        table.sequences[rows].tolist(),
+        table.sequences[rows],
         rows,
         query_lens,
         num_drafts,

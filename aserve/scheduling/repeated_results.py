@@ -45,7 +45,7 @@ def land_repeated(state: SchedulerState, step: Step, result: StepResult) -> bool
     land_alike(table, repeat.taken)
     if state.spec.prefix_cache:
         has_page = repeat.page_phase == number % state.spec.page_size
-        commit_pages(state, table.sequences[repeat.rows[has_page]].tolist())
+        commit_pages(state, repeat.rows[has_page])
     return True
 
 

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from aserve.scheduling.token_log import TokenLog
 
 Column: TypeAlias = npt.NDArray[np.int64]
+Objects: TypeAlias = npt.NDArray[np.object_]
 Cells: TypeAlias = "array[int] | memoryview[int]"
 
 NEVER = np.iinfo(np.int64).max  # the first iteration of a row without a sequence
@@ -83,10 +84,10 @@ class RowTable:
         self.first_iteration[:] = NEVER
         self.clocks = self._values[:NUM_CLOCKS]  # the first columns: the clocks, and the flights
         # The objects of each row, so that a list of them is made without a loop.
-        self.sequences = np.full(max_rows + 1, None, np.object_)
-        self.request_ids = np.full(max_rows + 1, None, np.object_)
-        self.clients = np.full(max_rows + 1, None, np.object_)
-        self.appends = np.full(max_rows + 1, None, np.object_)  # methods that append an output
+        self.sequences: Objects = np.full(max_rows + 1, None, np.object_)
+        self.request_ids: Objects = np.full(max_rows + 1, None, np.object_)
+        self.clients: Objects = np.full(max_rows + 1, None, np.object_)
+        self.appends: Objects = np.full(max_rows + 1, None, np.object_)  # methods that append an output
 
     def enter(self, row: int, cells: Cells, *, copies: tuple[int, ...]) -> Cells:
         """Moves the values of a sequence into the columns. Returns a view of them, which is where
@@ -98,7 +99,7 @@ class RowTable:
 
     def leave(self, row: int, cells: Cells) -> Cells:
         """Moves the values of a sequence out of the columns, into an array of its own."""
-        own = array("q", cells[:NUM_CELLS])
+        own = array("q", self._values[:NUM_CELLS, row].tobytes())
         self.first_iteration[row] = NEVER
         self.remaining[row] = 0
         for objects in (self.sequences, self.request_ids, self.clients, self.appends):
