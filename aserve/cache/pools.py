@@ -92,17 +92,13 @@ class RowPool:
     replays exactly.
     """
 
-    __slots__ = ("_free", "_is_free", "max_rows")
+    __slots__ = ("_free", "_is_free", "max_rows", "num_free")
 
     def __init__(self, max_rows: int, *, dp_size: int = 1) -> None:
-        self.max_rows = max_rows
+        self.max_rows = self.num_free = max_rows
         # by rank; ascending, so each is a heap
         self._free = [list(range(1 + rank, max_rows + 1, dp_size)) for rank in range(dp_size)]
         self._is_free = bytearray([0]) + bytearray(b"\x01") * max_rows
-
-    @property
-    def num_free(self) -> int:
-        return sum(map(len, self._free))
 
     def num_free_of(self, rank: int) -> int:
         return len(self._free[rank])
@@ -117,6 +113,7 @@ class RowPool:
             raise BugError(f"a row was asked for, but all {taken} are taken on rank {rank}")
         row = heapq.heappop(self._free[rank])
         self._is_free[row] = 0
+        self.num_free -= 1
         return row
 
     def give_back(self, row: int) -> None:
@@ -125,4 +122,5 @@ class RowPool:
         if self._is_free[row]:
             raise BugError(f"row {row} came back, but it is free already")
         self._is_free[row] = 1
+        self.num_free += 1
         heapq.heappush(self._free[(row - 1) % len(self._free)], row)

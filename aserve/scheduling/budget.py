@@ -39,9 +39,8 @@ def fits_alone(state: SchedulerState, sequence: Sequence, *, max_kv_len: int | N
     if min_query_len(sequence) > 1:
         whole = state.num_pages(sequence.prompt_len)
         needed = tuple(max(whole, pages) for pages in needed)
-    return all(
-        need < group.num_pages for need, group in zip(needed, state.spec.groups, strict=True)
-    )
+    groups = zip(needed, state.spec.groups, strict=True)
+    return all([need < group.num_pages for need, group in groups])
 
 
 def next_query_lens(state: SchedulerState, rows: Column) -> Column:

@@ -110,6 +110,8 @@ class RowTable:
 NAMES = tuple(RowTable.__annotations__)
 NUM_CLOCKS = NAMES.index("remaining")
 NUM_CELLS, REMAINING = NAMES.index("num_tokens"), NAMES.index("remaining")
+SCHEDULED_LEN = NAMES.index("scheduled_len")
+FIRST_ITERATION, LAST_ITERATION = NAMES.index("first_iteration"), NAMES.index("last_iteration")
 # All sequences share these cells until one of their own is written, so most that wait have none.
 NO_CELLS: Cells = memoryview(
     array("q", [-(name == "cached_len") for name in NAMES[:NUM_CELLS]]).tobytes()
