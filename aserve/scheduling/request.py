@@ -231,7 +231,10 @@ class Sequence:
         if not self.is_causal:
             return keys
         num_pages = (whole_blocks(self.tokens.num, self.block_len) - ahead) // page_size
-        for page in range(len(keys), num_pages):
+        page = len(keys)
+        if page >= num_pages:
+            return keys
+        for page in range(page, num_pages):
             start = up_to_block(page * page_size, self.block_len) + ahead if page else 0
             stop = up_to_block((page + 1) * page_size, self.block_len) + ahead
             digests = page_digests(self.pictures, start, stop) if self.pictures else b""
