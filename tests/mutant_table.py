@@ -117,11 +117,11 @@ MUTANTS = (
         STEADY,
     ),
     Mutant(
-        "steps that repeat with a row that has ended",
+        "steps that repeat with a row whose flights were dropped",
         "aserve/scheduling/commit.py",
         "sequence, state.repeat = step.sequences[index], None",
         "sequence = step.sequences[index]",
-        STEADY,
+        REASONING,
     ),
     Mutant(
         "a middle chunk that samples",

@@ -145,6 +145,17 @@ def test_a_row_that_the_device_has_forgotten_is_sent_to_it_again() -> None:
     assert [[init.row for init in batch.row_inits] for batch in stage.batches] == [[2], []]
 
 
+def test_a_row_that_the_device_has_forgotten_within_a_page_is_sent_to_it_again() -> None:
+    stage = Stage(spec(depth=3, lead=1))
+    stage.play(request("b", [4]))
+    stage.play(request("a", [1, 2, 3], max_tokens=1))
+    stage.play(result(1, {1: [9]}))
+    assert [rows(batch) for batch in stage.batches] == [[1]]
+    stage.play(Cancel("a", child=None, kept=0, reason="cancelled"))
+    stage.play(StepFailed(2, StepError("the device is tired").info()))
+    assert [[init.row for init in batch.row_inits] for batch in stage.batches] == [[1]]
+
+
 def test_changed_settings_hold_for_the_next_step() -> None:
     stage = Stage(spec(depth=1, lead=1))
     stage.play(*(request(name, [ord(name)], max_tokens=60) for name in "abc"))
