@@ -130,10 +130,7 @@ class KvCache:
                 self._evict(group, lacking)
             taken, start = self._pools[group].take(totals[group]), 0
             for each, count in zip(allocations, counts, strict=True):
-                if count == 1:
-                    each.pages[group].append(taken[start])
-                    start += 1
-                elif count > 0:
+                if count > 0:
                     each.pages[group].extend(taken[start : start + count])
                     start += count
         for each, num in zip(allocations, num_pages, strict=True):

@@ -27,33 +27,10 @@ import msgspec
 import numpy as np
 
 from aserve.cache.eviction import EvictionOrder
+from aserve.cache.runs import Run
 from aserve.cache.stored_pages import StoredPages
 from aserve.cache.windowed_pages import WindowedPages
 from aserve.errors import BugError
-
-
-class Run:
-    """Consecutive nodes, from page index `start` on. PrefixTree alone writes it."""
-
-    __slots__ = ("keys", "locked_end", "pages", "parent", "start", "users")
-
-    def __init__(self, parent: Run | None, start: int) -> None:
-        self.parent = parent
-        self.start = start
-        self.pages: array[int] = array("i")  # of group 0, one per node
-        self.keys: list[bytes] = []
-        self.users: dict[
-            int, int
-        ] = {}  # number of users by the page index at which their prefix ends
-        self.locked_end = start  # nodes before this page index are locked
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.pages)
-
-    def span(self, start: int, end: int) -> array[int]:
-        """Returns the nodes of page indices start..end - 1."""
-        return self.pages[start - self.start : end - self.start]
 
 
 class Prefix(msgspec.Struct, frozen=True, gc=False):
@@ -143,7 +120,7 @@ class PrefixTree:
     def unlock(self, prefix: Prefix) -> None:
         run, end = prefix.run, prefix.num_pages
         while run is not None:
-            _drop_user(run, end)
+            run.drop_user(end)
             still_locked = max(run.users, default=run.start)
             if still_locked < run.locked_end:
                 self.order.add(run.span(still_locked, run.locked_end)[::-1])
@@ -162,7 +139,7 @@ class PrefixTree:
             raise BugError(f"prefix {keys[0].hex()} entered the tree, but it is there already")
         run, start = prefix.run, prefix.num_pages
         if run is not None and run.start + len(run.pages) == start:
-            _drop_user(run, start)
+            run.drop_user(start)
         else:
             # WHY the parent gets no new lock: that of the caller now counts for the new run.
             run = Run(run, start)
@@ -171,15 +148,13 @@ class PrefixTree:
         end = start + len(keys)
         run.users[end] = 1
         run.locked_end = end
-        runs, run_of = self._runs, self._run_of
         for key, node in zip(keys, pages[0], strict=True):
-            runs[key[0]][key] = run
-            run_of[node] = run
+            self._runs[key[0]][key] = run
+            self._run_of[node] = run
         for group, windowed in self.windowed.items():
             windowed.pages[pages[0]] = pages[group]
             windowed.locks[pages[0]] = np.asarray(pages[group]) != 0
-        if not self._stored.is_off:
-            self._stored.note_new(keys, pages)
+        self._stored.note_new(keys, pages)
         return Prefix(run, end)
 
     def evict(self, count: int) -> dict[int, array[int]]:
@@ -189,9 +164,11 @@ class PrefixTree:
         start = 0
         while start < count:
             run = self._run_of[nodes[start]]
-            num = _num_at_end(run, nodes, start) if run is not None else 0
+            num = run.num_at_end(nodes, start) if run is not None else 0
             if run is None or not num:
-                raise BugError(f"node {nodes[start]} was evicted, but is not the unlocked end of a run")
+                raise BugError(
+                    f"node {nodes[start]} was evicted, but is not the unlocked end of a run"
+                )
             keys = run.keys[: -num - 1 : -1]
             del run.keys[-num:], run.pages[-num:]
             for node, key in zip(nodes[start : start + num], keys, strict=True):
@@ -212,24 +189,3 @@ class PrefixTree:
             for group, page in zip(self.windowed, dropped, strict=True):
                 if page:
                     freed[group].append(page)
-
-
-def _num_at_end(run: Run, nodes: array[int], start: int) -> int:
-    """Returns how many of the nodes from `start` on are the unlocked end of the run, the last one
-    first.
-    """
-    most = min(len(nodes) - start, run.end - run.locked_end)
-    tail, found = run.pages[: -most - 1 : -1], nodes[start : start + most]
-    if tail == found:
-        return most
-    return [node == other for node, other in zip(tail, found, strict=True)].index(False)
-
-
-def _drop_user(run: Run, end: int) -> None:
-    left = run.users.get(end, 0) - 1
-    if left < 0:
-        raise BugError(f"a prefix of {end} pages was unlocked, but nobody locked it")
-    if left:
-        run.users[end] = left
-    else:
-        del run.users[end]

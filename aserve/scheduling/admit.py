@@ -135,8 +135,6 @@ class _PrefillLine:
 
     def has_tokens_for(self, sequence: Sequence) -> bool:
         """Returns whether the prefills before the sequence leave it any."""
-        if not self._line:
-            return self._num_tokens > 0
         end = bisect_left(self._line, (prefill_order(sequence), 0))
         return sum(num_tokens for _, num_tokens in self._line[:end]) < self._num_tokens
 

@@ -39,8 +39,9 @@ def fits_alone(state: SchedulerState, sequence: Sequence, *, max_kv_len: int | N
     if min_query_len(sequence) > 1:
         whole = state.num_pages(sequence.prompt_len)
         needed = tuple(max(whole, pages) for pages in needed)
-    groups = zip(needed, state.spec.groups, strict=True)
-    return all([need < group.num_pages for need, group in groups])
+    return all(
+        need < group.num_pages for need, group in zip(needed, state.spec.groups, strict=True)
+    )
 
 
 def next_query_lens(state: SchedulerState, rows: Column) -> Column:
@@ -179,7 +180,7 @@ def has_ample_room(state: SchedulerState) -> bool:
     most = state.num_pages(min(num_tokens, state.spec.max_batched_tokens))
     most += len(state.running) * (1 + state.num_pages(max_step_tokens))
     pools = range(state.cache.num_pools)
-    return all([state.cache.available(pool) >= most for pool in pools])
+    return all(state.cache.available(pool) >= most for pool in pools)
 
 
 def add_pages(left: Pages, right: Pages) -> Pages:

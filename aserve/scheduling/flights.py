@@ -20,7 +20,6 @@ from aserve.scheduling.clients import Client
 from aserve.scheduling.request import Phase, Sequence
 from aserve.scheduling.rows import Column, Objects, RowTable
 
-
 # What a step that decodes one token of a row adds to `RowTable.clocks` when it is sent, and when it
 # lands.
 SENT, LANDED = np.array([[0], [1], [1], [1]]), np.array([[1], [0], [-1], [-1]])

@@ -87,7 +87,9 @@ class RowTable:
         self.sequences: Objects = np.full(max_rows + 1, None, np.object_)
         self.request_ids: Objects = np.full(max_rows + 1, None, np.object_)
         self.clients: Objects = np.full(max_rows + 1, None, np.object_)
-        self.appends: Objects = np.full(max_rows + 1, None, np.object_)  # methods that append an output
+        self.appends: Objects = np.full(
+            max_rows + 1, None, np.object_
+        )  # methods that append an output
 
     def enter(self, row: int, cells: Cells, *, copies: tuple[int, ...]) -> Cells:
         """Moves the values of a sequence into the columns. Returns a view of them, which is where
@@ -110,8 +112,6 @@ class RowTable:
 NAMES = tuple(RowTable.__annotations__)
 NUM_CLOCKS = NAMES.index("remaining")
 NUM_CELLS, REMAINING = NAMES.index("num_tokens"), NAMES.index("remaining")
-SCHEDULED_LEN = NAMES.index("scheduled_len")
-FIRST_ITERATION, LAST_ITERATION = NAMES.index("first_iteration"), NAMES.index("last_iteration")
 # All sequences share these cells until one of their own is written, so most that wait have none.
 NO_CELLS: Cells = memoryview(
     array("q", [-(name == "cached_len") for name in NAMES[:NUM_CELLS]]).tobytes()

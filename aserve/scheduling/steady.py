@@ -50,7 +50,7 @@ def repeat_step(state: SchedulerState) -> bool:
     if len(state.steps) >= state.spec.lead:
         return False
     pools = range(state.cache.num_pools)
-    if not all([state.cache.available(pool) >= repeat.most_pages for pool in pools]):
+    if not all(state.cache.available(pool) >= repeat.most_pages for pool in pools):
         return False
     _launch(state, repeat)
     return True

@@ -29,7 +29,9 @@ def page_writes(table: RowTable, rows: Column, *, num_groups: int) -> tuple[Page
     if np.count_nonzero(counts == 1) == len(rows):
         packed_rows, columns = pack_i32(rows), pack_i32(starts)
         return tuple(
-            PageWrites(packed_rows, columns, array("i", [pages[group][-1] for pages in tables]).tobytes())
+            PageWrites(
+                packed_rows, columns, array("i", [pages[group][-1] for pages in tables]).tobytes()
+            )
             for group in range(num_groups)
         )
     offsets = counts.cumsum() - counts - starts
@@ -39,7 +41,9 @@ def page_writes(table: RowTable, rows: Column, *, num_groups: int) -> tuple[Page
         PageWrites(
             packed_rows,
             columns,
-            b"".join([pages[group][start:].tobytes() for pages, start in zip(tables, first, strict=True)]),
+            b"".join(
+                [pages[group][start:].tobytes() for pages, start in zip(tables, first, strict=True)]
+            ),
         )
         for group in range(num_groups)
     )

@@ -24,7 +24,6 @@ from aserve.scheduling.scheduler import Scheduler
 from aserve.scheduling.state import SchedulerState
 from tests.scheduling.stage import Stage, request, result, rows, spec
 
-
 PAGE_SIZE = 4
 
 
