@@ -168,14 +168,14 @@ MUTANTS = (
     Mutant(
         "uncommitted pages entering the tree",
         "aserve/scheduling/advance.py",
-        "num_pages = sequence.cacheable_len // page_size",
-        "num_pages = sequence.tokens.num // page_size",
+        "lens = np.minimum(table.committed_len[rows], num_known)",
+        "lens = table.num_tokens[rows]",
     ),
     Mutant(
         "a row's parameters not sent again on re-admission",
         "aserve/scheduling/table_writes.py",
-        "return tuple(row_init(sequence) for sequence in sequences if not sequence.written_pages)",
-        "return tuple(row_init(s) for s in sequences if not s.written_pages | s.num_outputs)",
+        "return tuple([row_init(sequence) for sequence in sequences])",
+        "return tuple([row_init(each) for each in sequences if not each.num_outputs])",
     ),
     Mutant(
         "a page freed twice",
@@ -347,9 +347,9 @@ MUTANTS = (
     ),
     Mutant(
         "a second windowed group without page table entries",
-        "aserve/scheduling/batch.py",
-        "for group in range(len(state.spec.groups))",
-        "for group in range(min(2, len(state.spec.groups)))",
+        "aserve/scheduling/table_writes.py",
+        "for group in range(num_groups)",
+        "for group in range(min(2, num_groups))",
     ),
     Mutant(
         "a late failure acted on after the resync",
@@ -423,8 +423,8 @@ MUTANTS = (
     Mutant(
         "a page that may come back twice",
         "aserve/cache/pools.py",
-        "            self._is_free[page] = 1\n",
-        "            self._is_free[page] = 0\n",
+        "                is_free[page] = 1\n",
+        "                is_free[page] = 0\n",
         "tests/cache/test_pools.py",
     ),
     Mutant(

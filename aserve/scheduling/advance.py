@@ -10,7 +10,7 @@ from aserve.messages.transfers import SendKv, StreamKv
 from aserve.scheduling.flights import Step, land
 from aserve.scheduling.followers import lead, wake
 from aserve.scheduling.request import Sequence
-from aserve.scheduling.rows import Column
+from aserve.scheduling.rows import Column, Objects
 from aserve.scheduling.state import SchedulerState
 
 
@@ -59,7 +59,7 @@ def _num_cacheable(state: SchedulerState, rows: Column) -> list[int]:
     return num_pages
 
 
-def _send_kv(state: SchedulerState, sequences: list[Sequence]) -> None:
+def _send_kv(state: SchedulerState, sequences: Objects) -> None:
     for sequence in sequences:
         if sequence.sends_kv and sequence.allocation is not None:
             pages = sequence.allocation.packed()

@@ -19,7 +19,7 @@ from aserve.scheduling.grammar_rows import ask_mask, held_flights
 from aserve.scheduling.input_ids import expected_stamps, input_ids, next_ids
 from aserve.scheduling.ranks import step_parts
 from aserve.scheduling.request import Sequence
-from aserve.scheduling.rows import Column
+from aserve.scheduling.rows import Column, Objects
 from aserve.scheduling.state import SchedulerState
 from aserve.scheduling.table_writes import page_writes, row_inits
 
@@ -80,7 +80,7 @@ def _build(
     )
 
 
-def _shared_pages(sequences: list[Sequence]) -> int:
+def _shared_pages(sequences: Objects) -> int:
     return num_shared_pages([row.allocation for row in sequences if row.allocation is not None])
 
 

@@ -24,29 +24,20 @@ def page_writes(table: RowTable, rows: Column, *, num_groups: int) -> tuple[Page
         return (NO_WRITES,) * num_groups
     starts = table.written_pages[rows]
     counts = table.num_pages[rows] - starts
+    offsets = counts.cumsum() - counts - starts
+    columns = pack_i32(np.arange(int(np.add.reduce(counts))) - offsets.repeat(counts))
+    packed_rows, first = pack_i32(rows.repeat(counts)), starts.tolist()
     sequences: list[Sequence] = table.sequences[rows].tolist()
     tables = [sequence.allocation.pages for sequence in sequences if sequence.allocation]
-    if np.count_nonzero(counts == 1) == len(rows):
-        packed_rows, columns = pack_i32(rows), pack_i32(starts)
-        return tuple(
-            PageWrites(
-                packed_rows, columns, array("i", [pages[group][-1] for pages in tables]).tobytes()
-            )
-            for group in range(num_groups)
-        )
-    offsets = counts.cumsum() - counts - starts
-    columns = pack_i32(np.arange(int(counts.sum())) - offsets.repeat(counts))
-    packed_rows, first = pack_i32(rows.repeat(counts)), starts.tolist()
     return tuple(
-        PageWrites(
-            packed_rows,
-            columns,
-            b"".join(
-                [pages[group][start:].tobytes() for pages, start in zip(tables, first, strict=True)]
-            ),
-        )
+        PageWrites(packed_rows, columns, _new_pages([pages[group] for pages in tables], first))
         for group in range(num_groups)
     )
+
+
+def _new_pages(tables: list[array[int]], first: list[int]) -> bytes:
+    """Returns the pages of each table from its first new one on."""
+    return b"".join([pages[start:].tobytes() for pages, start in zip(tables, first, strict=True)])
 
 
 def row_inits(sequences: list[Sequence]) -> tuple[RowInit, ...]:
