@@ -11,6 +11,7 @@ TRACES = (
     "tests/properties/test_scheduler_traces.py::test_any_trace_gives_the_tokens_of_the_plain_engine"
 )
 CACHE = "tests/cache/test_cache_model.py"
+STEADY = "tests/scheduling/test_steady.py"
 ROOM = "tests/scheduling/test_room.py"
 EXECUTOR = "tests/gpu/test_executor.py"
 TWO_TOKENS = (
@@ -71,20 +72,58 @@ MUTANTS = (
     Mutant(
         "a repeated step that launches a row whose last token is in flight",
         "aserve/scheduling/steady.py",
-        "if np.count_nonzero(is_last) or num_known",
-        "if num_known",
+        "num_launches=int(np.minimum.reduce(table.max_len[rows] - starts)) - 1,",
+        "num_launches=int(np.minimum.reduce(table.max_len[rows] - starts)),",
+        STEADY,
     ),
     Mutant(
         "a repeated step without the page of a row's next token",
         "aserve/scheduling/steady.py",
-        "lacks_pages = starts >= table",
-        "lacks_pages = starts > table",
+        "begins = repeat.fill_phase == (iteration - repeat.first) %",
+        "begins = repeat.fill_phase == (iteration - repeat.first - 1) %",
+        STEADY,
     ),
     Mutant(
         "a repeated step with a row that the device has forgotten",
         "aserve/scheduling/steady.py",
-        "is_other |= table.written_pages[rows] == 0",
-        "is_other |= table.written_pages[rows] < 0",
+        "is_other |= table.written_pages[rows] != table",
+        "is_other |= table.written_pages[rows] > table",
+        STEADY,
+    ),
+    Mutant(
+        "a repeated step's result that ends a sequence, and nobody looks",
+        "aserve/scheduling/steady.py",
+        "num_quiet=int(np.minimum.reduce(table.look_len[rows] - starts)) - 2,",
+        "num_quiet=int(np.minimum.reduce(table.look_len[rows] - starts)) - 1,",
+        STEADY,
+    ),
+    Mutant(
+        "a repeated step's result with a stop id, and nobody looks",
+        "aserve/scheduling/repeated_results.py",
+        "if np.count_nonzero(state.end_ids[tokens]):",
+        "if False and np.count_nonzero(state.end_ids[tokens]):",
+        STEADY,
+    ),
+    Mutant(
+        "a page that a repeated step committed enters the tree a step late",
+        "aserve/scheduling/steady.py",
+        "page_phase=(max(0, caps.key_lookahead - 1) - starts - 1) %",
+        "page_phase=(max(0, caps.key_lookahead - 1) - starts) %",
+        STEADY,
+    ),
+    Mutant(
+        "steps that repeat although a row was changed",
+        "aserve/scheduling/scheduler.py",
+        "            self.state.repeat = None\n",
+        "            pass\n",
+        STEADY,
+    ),
+    Mutant(
+        "steps that repeat with a row whose flights were dropped",
+        "aserve/scheduling/commit.py",
+        "sequence, state.repeat = step.sequences[index], None",
+        "sequence = step.sequences[index]",
+        REASONING,
     ),
     Mutant(
         "a middle chunk that samples",
@@ -131,14 +170,14 @@ MUTANTS = (
     Mutant(
         "uncommitted pages entering the tree",
         "aserve/scheduling/advance.py",
-        "num_pages = sequence.cacheable_len // page_size",
-        "num_pages = sequence.tokens.num // page_size",
+        "lens = np.minimum(table.committed_len[rows], num_known)",
+        "lens = table.num_tokens[rows]",
     ),
     Mutant(
         "a row's parameters not sent again on re-admission",
         "aserve/scheduling/table_writes.py",
-        "return tuple(row_init(sequence) for sequence in sequences if not sequence.written_pages)",
-        "return tuple(row_init(s) for s in sequences if not s.written_pages | s.num_outputs)",
+        "return tuple([row_init(sequence) for sequence in sequences])",
+        "return tuple([row_init(each) for each in sequences if not each.num_outputs])",
     ),
     Mutant(
         "a page freed twice",
@@ -310,9 +349,9 @@ MUTANTS = (
     ),
     Mutant(
         "a second windowed group without page table entries",
-        "aserve/scheduling/batch.py",
-        "for group in range(len(state.spec.groups))",
-        "for group in range(min(2, len(state.spec.groups)))",
+        "aserve/scheduling/table_writes.py",
+        "for group in range(num_groups)",
+        "for group in range(min(2, num_groups))",
     ),
     Mutant(
         "a late failure acted on after the resync",
@@ -386,8 +425,8 @@ MUTANTS = (
     Mutant(
         "a page that may come back twice",
         "aserve/cache/pools.py",
-        "            self._is_free[page] = 1\n",
-        "            self._is_free[page] = 0\n",
+        "                is_free[page] = 1\n",
+        "                is_free[page] = 0\n",
         "tests/cache/test_pools.py",
     ),
     Mutant(

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 
 from aserve.cache.allocation import PageAllocation
 from aserve.cache.pools import PagePool
-from aserve.cache.prefix_tree import PrefixTree, Run
+from aserve.cache.prefix_tree import PrefixTree
+from aserve.cache.runs import Run
 from aserve.cache.windowed_pages import WindowedPages
 from aserve.errors import BugError
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from aserve.messages.base import ArrayI32
 
+FEW = 16  # pages up to which a Python loop is faster than numpy
 NOWHERE = -1  # the place of a page that is not in the queue
 
 
@@ -50,10 +51,16 @@ class EvictionOrder:
         if self._tail + count > len(self._entries):
             self._move_to_start()
         start, self._tail = self._tail, self._tail + count
+        self._num += count
+        if count <= FEW:
+            entries, places = self._entries.data, self._places.data
+            for place, page in enumerate(pages, start):
+                entries[place] = page
+                places[page] = place
+            return
         added = self._entries[start : self._tail]
         added[:] = pages
         self._places[added] = np.arange(start, self._tail, dtype=np.int32)
-        self._num += count
 
     def remove(self, pages: Sequence[int] | ArrayI32) -> None:
         """Removes pages that are in the queue."""

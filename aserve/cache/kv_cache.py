@@ -147,15 +147,18 @@ class KvCache:
         """
         if not (self._has_prefix_cache and allocation.is_inserting):
             return
-        self._require_whole(allocation, keys, num_pages)
-        num_shared = allocation.num_shared
+        prefix = allocation.prefix
+        num_shared = prefix.num_pages
         if num_shared >= num_pages:
             return
+        self._require_whole(allocation, keys, num_pages)
+        added = keys[num_shared:num_pages]
         # NOTE: if the first key is new, all later ones are: a key is a digest of its whole prefix.
-        if self._tree.get(keys[num_shared]) is not None:
+        if self._tree.get(added[0]) is not None:
             allocation.is_inserting = False
             return
-        self._insert(allocation, keys, num_pages=num_pages)
+        pages = [group_pages[num_shared:num_pages] for group_pages in allocation.pages]
+        allocation.prefix = self._tree.insert(prefix, added, pages=pages)
 
     def release_behind(self, allocation: PageAllocation, committed_len: int) -> None:
         """Releases the pages of windowed groups that no position from `committed_len` on sees.
@@ -251,7 +254,7 @@ class KvCache:
     def _require_whole(
         self, allocation: PageAllocation, keys: Sequence[bytes], num_pages: int
     ) -> None:
-        if num_pages > min(len(keys), allocation.num_pages):
+        if num_pages > allocation.num_pages or num_pages > len(keys):
             raise BugError(
                 f"{num_pages} pages cannot be cached: {len(keys)} have keys, the allocation has "
                 f"{allocation.num_pages}"
@@ -259,9 +262,10 @@ class KvCache:
 
     def _insert(self, allocation: PageAllocation, keys: Sequence[bytes], *, num_pages: int) -> None:
         """Makes nodes of the first private pages. The allocation locks them."""
-        added = slice(allocation.num_shared, num_pages)
+        prefix = allocation.prefix
+        added = slice(prefix.num_pages, num_pages)
         pages = [group_pages[added] for group_pages in allocation.pages]
-        allocation.prefix = self._tree.insert(allocation.prefix, keys[added], pages=pages)
+        allocation.prefix = self._tree.insert(prefix, keys[added], pages=pages)
 
     def _replace(self, allocation: PageAllocation, prefix: Prefix) -> None:
         """Replaces the first private pages by those that the tree has for the same tokens, at the

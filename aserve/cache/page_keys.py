@@ -71,9 +71,15 @@ class PageKeys(Sequence[bytes]):
 
     def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
         if isinstance(index, slice):
-            if index.start >= self._num_prompt:
-                return self._own[index.start - self._num_prompt : index.stop - self._num_prompt]
-            return [self[number] for number in range(*index.indices(len(self)))]
+            first = index.start - self._num_prompt
+            if first >= 0:
+                return self._own[first : index.stop - self._num_prompt]
+            stop = min(index.stop, self._num_prompt)
+            known = [
+                self._prompt[place : place + KEY_BYTES]
+                for place in range(index.start * KEY_BYTES, stop * KEY_BYTES, KEY_BYTES)
+            ]
+            return known + self._own[: max(index.stop - self._num_prompt, 0)]
         if index >= self._num_prompt:
             return self._own[index - self._num_prompt]
         return self._prompt[index * KEY_BYTES : (index + 1) * KEY_BYTES]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
 import numpy as np
 
@@ -56,9 +57,11 @@ class PagePool:
 
     def give_back(self, pages: Sequence[int]) -> None:
         if len(pages) <= FEW or not self._are_taken(pages):
+            is_free, num_pages = self._is_free, self.num_pages
             for page in pages:
-                self._check(page)
-                self._is_free[page] = 1
+                if not 0 < page < num_pages or is_free[page]:
+                    self._refuse(page)
+                is_free[page] = 1
         else:
             self._flags[pages] = 1
         self._free.extend(pages)
@@ -68,13 +71,12 @@ class PagePool:
         is_inside = values.min() > 0 and values.max() < self.num_pages
         return bool(is_inside and not self._flags[values].any() and _are_distinct(values))
 
-    def _check(self, page: int) -> None:
+    def _refuse(self, page: int) -> NoReturn:
         if not 0 < page < self.num_pages:
             raise BugError(
                 f"group {self.name!r}: page {page} came back, but pages are 1..{self.num_pages - 1}"
             )
-        if self._is_free[page]:
-            raise BugError(f"group {self.name!r}: page {page} came back, but it is free already")
+        raise BugError(f"group {self.name!r}: page {page} came back, but it is free already")
 
 
 def _are_distinct(values: np.ndarray[tuple[int], np.dtype[np.int32]]) -> bool:
@@ -90,17 +92,13 @@ class RowPool:
     replays exactly.
     """
 
-    __slots__ = ("_free", "_is_free", "max_rows")
+    __slots__ = ("_free", "_is_free", "max_rows", "num_free")
 
     def __init__(self, max_rows: int, *, dp_size: int = 1) -> None:
-        self.max_rows = max_rows
+        self.max_rows = self.num_free = max_rows
         # by rank; ascending, so each is a heap
         self._free = [list(range(1 + rank, max_rows + 1, dp_size)) for rank in range(dp_size)]
         self._is_free = bytearray([0]) + bytearray(b"\x01") * max_rows
-
-    @property
-    def num_free(self) -> int:
-        return sum(map(len, self._free))
 
     def num_free_of(self, rank: int) -> int:
         return len(self._free[rank])
@@ -115,6 +113,7 @@ class RowPool:
             raise BugError(f"a row was asked for, but all {taken} are taken on rank {rank}")
         row = heapq.heappop(self._free[rank])
         self._is_free[row] = 0
+        self.num_free -= 1
         return row
 
     def give_back(self, row: int) -> None:
@@ -123,4 +122,5 @@ class RowPool:
         if self._is_free[row]:
             raise BugError(f"row {row} came back, but it is free already")
         self._is_free[row] = 1
+        self.num_free += 1
         heapq.heappush(self._free[(row - 1) % len(self._free)], row)

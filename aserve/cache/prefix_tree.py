@@ -27,36 +27,13 @@ import msgspec
 import numpy as np
 
 from aserve.cache.eviction import EvictionOrder
+from aserve.cache.runs import Run
 from aserve.cache.stored_pages import StoredPages
 from aserve.cache.windowed_pages import WindowedPages
 from aserve.errors import BugError
 
 
-class Run:
-    """Consecutive nodes, from page index `start` on. PrefixTree alone writes it."""
-
-    __slots__ = ("keys", "locked_end", "pages", "parent", "start", "users")
-
-    def __init__(self, parent: Run | None, start: int) -> None:
-        self.parent = parent
-        self.start = start
-        self.pages: array[int] = array("i")  # of group 0, one per node
-        self.keys: list[bytes] = []
-        self.users: dict[
-            int, int
-        ] = {}  # number of users by the page index at which their prefix ends
-        self.locked_end = start  # nodes before this page index are locked
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.pages)
-
-    def span(self, start: int, end: int) -> array[int]:
-        """Returns the nodes of page indices start..end - 1."""
-        return self.pages[start - self.start : end - self.start]
-
-
-class Prefix(msgspec.Struct, frozen=True):
+class Prefix(msgspec.Struct, frozen=True, gc=False):
     """The first `num_pages` nodes on the path to `run`. A Prefix by itself locks nothing."""
 
     run: Run | None = None
@@ -143,7 +120,7 @@ class PrefixTree:
     def unlock(self, prefix: Prefix) -> None:
         run, end = prefix.run, prefix.num_pages
         while run is not None:
-            _drop_user(run, end)
+            run.drop_user(end)
             still_locked = max(run.users, default=run.start)
             if still_locked < run.locked_end:
                 self.order.add(run.span(still_locked, run.locked_end)[::-1])
@@ -161,53 +138,54 @@ class PrefixTree:
         if self.get(keys[0]) is not None:
             raise BugError(f"prefix {keys[0].hex()} entered the tree, but it is there already")
         run, start = prefix.run, prefix.num_pages
-        if run is not None and run.end == start:
-            _drop_user(run, start)
+        if run is not None and run.start + len(run.pages) == start:
+            run.drop_user(start)
         else:
             # WHY the parent gets no new lock: that of the caller now counts for the new run.
             run = Run(run, start)
         run.pages.extend(pages[0])
         run.keys.extend(keys)
-        run.users[run.end] = 1
-        run.locked_end = run.end
-        for key in keys:
+        end = start + len(keys)
+        run.users[end] = 1
+        run.locked_end = end
+        for key, node in zip(keys, pages[0], strict=True):
             self._runs[key[0]][key] = run
-        for node in pages[0]:
             self._run_of[node] = run
         for group, windowed in self.windowed.items():
             windowed.pages[pages[0]] = pages[group]
             windowed.locks[pages[0]] = np.asarray(pages[group]) != 0
         self._stored.note_new(keys, pages)
-        return Prefix(run, run.end)
+        return Prefix(run, end)
 
     def evict(self, count: int) -> dict[int, array[int]]:
         """Removes the `count` oldest nodes and returns their pages by group."""
         freed: dict[int, array[int]] = {group: array("i") for group in self.windowed}
-        freed[0] = self.order.take(count)
-        is_plain = not self.windowed and self._stored.is_off
-        for node in freed[0]:
-            run = self._run_of[node]
-            if run is None or run.pages[-1] != node or run.locked_end >= run.end:
-                raise BugError(f"node {node} was evicted, but is not the unlocked end of a run")
-            run.pages.pop()
-            key = run.keys.pop()
-            del self._runs[key[0]][key]
-            self._run_of[node] = None
-            if is_plain:
-                continue
+        nodes = freed[0] = self.order.take(count)
+        start = 0
+        while start < count:
+            run = self._run_of[nodes[start]]
+            num = run.num_at_end(nodes, start) if run is not None else 0
+            if run is None or not num:
+                raise BugError(
+                    f"node {nodes[start]} was evicted, but is not the unlocked end of a run"
+                )
+            keys = run.keys[: -num - 1 : -1]
+            del run.keys[-num:], run.pages[-num:]
+            for node, key in zip(nodes[start : start + num], keys, strict=True):
+                del self._runs[key[0]][key]
+                self._run_of[node] = None
+            start += num
+            if self.windowed or not self._stored.is_off:
+                self._note_evicted(nodes[start - num : start], keys, freed)
+        return freed
+
+    def _note_evicted(
+        self, nodes: array[int], keys: list[bytes], freed: dict[int, array[int]]
+    ) -> None:
+        """Drops the windowed pages of evicted nodes, which are freed as well."""
+        for node, key in zip(nodes, keys, strict=True):
             dropped = [windowed.drop(node) for windowed in self.windowed.values()]
             self._stored.note_evicted(key, (node, *dropped))
             for group, page in zip(self.windowed, dropped, strict=True):
                 if page:
                     freed[group].append(page)
-        return freed
-
-
-def _drop_user(run: Run, end: int) -> None:
-    left = run.users.get(end, 0) - 1
-    if left < 0:
-        raise BugError(f"a prefix of {end} pages was unlocked, but nobody locked it")
-    if left:
-        run.users[end] = left
-    else:
-        del run.users[end]

@@ -17,7 +17,7 @@ from aserve.messages.executor import EngineSpec
 
 
 class RankCaches:
-    __slots__ = ("_by_pool", "_num_groups", "ranks")
+    __slots__ = ("_by_pool", "_num_groups", "has_windows", "ranks")
 
     def __init__(self, spec: EngineSpec) -> None:
         self.ranks = tuple(
@@ -30,16 +30,13 @@ class RankCaches:
             )
             for rank in range(spec.dp_size)
         )
+        self.has_windows = self.ranks[0].has_windows
         self._num_groups = len(spec.groups)
         self._by_pool = [(cache, g) for cache in self.ranks for g in range(self._num_groups)]
 
     @property
     def num_pools(self) -> int:
         return len(self._by_pool)
-
-    @property
-    def has_windows(self) -> bool:
-        return self.ranks[0].has_windows
 
     @property
     def stored(self) -> StoredPages:

@@ -23,19 +23,15 @@ from aserve.messages.transfers import SaveKv
 class StoredPages:
     """Pages are known by their keys. A page that lacks KV in some layer group is not stored."""
 
-    __slots__ = ("_handed_down", "_keys", "_num_groups", "_pages", "_policy", "_stored")
+    __slots__ = ("_handed_down", "_keys", "_num_groups", "_pages", "_policy", "_stored", "is_off")
 
     def __init__(self, policy: TierPolicy, *, num_groups: int) -> None:
-        self._policy = policy
+        self._policy, self.is_off = policy, policy == "off"
         self._num_groups = num_groups
         self._stored: set[bytes] = set()
         self._handed_down: set[bytes] = set()  # those that are stored, or on their way
         self._keys: list[bytes] = []
         self._pages: list[array[int]] = [array("i") for _ in range(num_groups)]
-
-    @property
-    def is_off(self) -> bool:
-        return self._policy == "off"
 
     def note_new(self, keys: Sequence[bytes], pages: Sequence[array[int]]) -> None:
         """Notes pages that have entered the tree, in the order of a sequence."""

@@ -4,11 +4,13 @@ their prompts, whole pages enter the prefix tree, and pages behind a window are 
 
 from __future__ import annotations
 
+import numpy as np
+
 from aserve.messages.transfers import SendKv, StreamKv
 from aserve.scheduling.flights import Step, land
 from aserve.scheduling.followers import lead, wake
 from aserve.scheduling.request import Sequence
-from aserve.scheduling.rows import Column
+from aserve.scheduling.rows import Column, Objects
 from aserve.scheduling.state import SchedulerState
 
 
@@ -25,8 +27,7 @@ def advance_rows(state: SchedulerState, step: Step, *, advance: Column) -> None:
         _send_kv(state, step.sequences)
     if state.spec.prefix_cache:
         has_new_pages = table.committed_len[rows] // page_size > num_before  # at most
-        for sequence in table.sequences[rows[has_new_pages]].tolist():
-            commit_pages(state, sequence)
+        commit_pages(state, rows[has_new_pages])
     if state.cache.has_windows:
         for sequence in step.sequences:
             assert sequence.allocation is not None
@@ -34,19 +35,31 @@ def advance_rows(state: SchedulerState, step: Step, *, advance: Column) -> None:
             cache.release_behind(sequence.allocation, sequence.committed_len)
 
 
-def commit_pages(state: SchedulerState, sequence: Sequence) -> None:
-    """Enters the whole pages of a sequence into the prefix tree, and wakes who waited for them."""
-    assert sequence.allocation is not None
-    page_size = state.spec.page_size
-    num_pages = sequence.cacheable_len // page_size
-    cache = state.cache.of(sequence.allocation)
-    cache.commit(sequence.allocation, sequence.page_keys(page_size), num_pages=num_pages)
-    lead(state, sequence, num_committed=num_pages)
-    if sequence.followers:
-        wake(state, sequence)
+def commit_pages(state: SchedulerState, rows: Column) -> None:
+    """Enters the whole pages of rows into the prefix tree, and wakes who waited for them."""
+    page_size, caches = state.spec.page_size, state.cache.ranks
+    sequences: list[Sequence] = state.table.sequences[rows].tolist()
+    for sequence, num_pages in zip(sequences, _num_cacheable(state, rows), strict=True):
+        allocation, keys = sequence.allocation, sequence.page_keys(page_size)
+        assert allocation is not None
+        caches[allocation.rank].commit(allocation, keys, num_pages=num_pages)
+        lead(state, sequence, num_committed=num_pages)
+        if sequence.followers:
+            wake(state, sequence)
 
 
-def _send_kv(state: SchedulerState, sequences: list[Sequence]) -> None:
+def _num_cacheable(state: SchedulerState, rows: Column) -> list[int]:
+    """Returns the whole pages of each row's `cacheable_len`."""
+    table, caps, page_size = state.table, state.spec.decode, state.spec.page_size
+    if caps.block_len > 1:
+        return [row.cacheable_len // page_size for row in table.sequences[rows].tolist()]
+    num_known = table.num_tokens[rows] - caps.key_lookahead
+    lens = np.minimum(table.committed_len[rows], num_known) * (table.whole_len[rows] == 0)
+    num_pages: list[int] = (np.maximum(lens, 0) // page_size).tolist()
+    return num_pages
+
+
+def _send_kv(state: SchedulerState, sequences: Objects) -> None:
     for sequence in sequences:
         if sequence.sends_kv and sequence.allocation is not None:
             pages = sequence.allocation.packed()

@@ -1,7 +1,7 @@
 """Turns the chosen spans into one `ScheduleBatch`, which tells the device about the step in host
 values, and puts the step in flight.
 
-Writes `SchedulerState.steps` and `SchedulerState.next_iteration`.
+Writes `SchedulerState.steps`, `SchedulerState.next_iteration` and `SchedulerState.repeat` (out).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from aserve.scheduling.grammar_rows import ask_mask, held_flights
 from aserve.scheduling.input_ids import expected_stamps, input_ids, next_ids
 from aserve.scheduling.ranks import step_parts
 from aserve.scheduling.request import Sequence
-from aserve.scheduling.rows import Column
+from aserve.scheduling.rows import Column, Objects
 from aserve.scheduling.state import SchedulerState
 from aserve.scheduling.table_writes import page_writes, row_inits
 
@@ -28,7 +28,7 @@ def launch(
     state: SchedulerState, rows: Column, query_lens: Column, *, admitted: list[Sequence]
 ) -> None:
     """Builds the batches from the state before this step, then puts the step in flight."""
-    table, iteration = state.table, state.next_iteration
+    table, iteration, state.repeat = state.table, state.next_iteration, None
     state.next_iteration += 1
     relax(state)
     step = plan_step(table, rows, query_lens, iteration=iteration, caps=state.spec.decode)
@@ -54,8 +54,7 @@ def _build(
 ) -> ScheduleBatch:
     table, rows = state.table, step.rows
     is_held = held_flights(state, step)
-    is_grown = table.written_pages[rows] != table.num_pages[rows]
-    grown: list[Sequence] = table.sequences[rows[is_grown]].tolist()
+    grown = rows[table.written_pages[rows] != table.num_pages[rows]]
     verify = None
     if np.count_nonzero(step.num_drafts):
         verify = VerifyPlan(pack_i32(step.num_drafts), state.spec.decode.tree)
@@ -72,8 +71,8 @@ def _build(
         expects=pack_i32(expected_stamps(table, step)),
         sample_rows=step.packed_rows if are_all else pack_i32(rows[is_sampled]),
         held_rows=pack_i32(rows[is_held]) if state.masked else b"",
-        page_writes=tuple(page_writes(grown, group) for group in range(len(state.spec.groups))),
-        row_inits=row_inits(grown),
+        page_writes=page_writes(table, grown, num_groups=len(state.spec.groups)),
+        row_inits=row_inits(table.sequences[grown[table.written_pages[grown] == 0]].tolist()),
         verify=verify,
         stats=stats,
         shared_pages=_shared_pages(step.sequences) if state.spec.names_shared_pages else 0,
@@ -81,7 +80,7 @@ def _build(
     )
 
 
-def _shared_pages(sequences: list[Sequence]) -> int:
+def _shared_pages(sequences: Objects) -> int:
     return num_shared_pages([row.allocation for row in sequences if row.allocation is not None])
 
 

@@ -175,8 +175,8 @@ def has_ample_room(state: SchedulerState) -> bool:
     """Returns whether there are more pages than a step of any rows could take, beside those of one
     more decode of every row. Mostly there are, and then nobody has to count.
     """
-    max_step_tokens = int(state.table.max_step_tokens.max())
-    num_tokens = int(state.table.remaining.sum()) + len(state.running) * max_step_tokens
+    max_step_tokens = int(np.maximum.reduce(state.table.max_step_tokens))
+    num_tokens = int(np.add.reduce(state.table.remaining)) + len(state.running) * max_step_tokens
     most = state.num_pages(min(num_tokens, state.spec.max_batched_tokens))
     most += len(state.running) * (1 + state.num_pages(max_step_tokens))
     pools = range(state.cache.num_pools)

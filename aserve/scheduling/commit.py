@@ -21,6 +21,7 @@ from aserve.scheduling.flights import Step, drop_flights, land_without_row
 from aserve.scheduling.forced import end_reasoning
 from aserve.scheduling.grammar_rows import ask_mask, receive_drafts
 from aserve.scheduling.prompts import hand_out_prompts
+from aserve.scheduling.repeated_results import land_repeated
 from aserve.scheduling.request import Phase
 from aserve.scheduling.state import SchedulerState
 
@@ -31,6 +32,8 @@ def commit_step(state: SchedulerState, result: StepResult) -> None:
     if step is None:
         return  # dropped by a failure before it
     state.draft_choice.note_time(result.iteration, result.took_us)
+    if land_repeated(state, step, result):
+        return
     if result.prompt_logprobs or result.embeddings:
         hand_out_prompts(state, result, step)
     _commit_chunks(state, step)
@@ -107,7 +110,7 @@ def _settle(state: SchedulerState, step: Step, index: int) -> None:
     """Ends a sequence at its last token, else its reasoning at the limit, and asks for the mask of
     its next token. Called for those that have a mask or no row, or that may be at such an end.
     """
-    sequence = step.sequences[index]
+    sequence, state.repeat = step.sequences[index], None
     if sequence.phase is Phase.LINGERING:
         land_without_row(step, index)
     if not sequence.is_at_end:

@@ -84,7 +84,7 @@ def kept_output(sequence: Sequence, output: SequenceOutput) -> SequenceOutput | 
 
 def _split(tokens: bytes, counts: ArrayI32) -> list[bytes]:
     """Returns the tokens of each row."""
-    if len(tokens) == VALUE_BYTES * len(counts) and (counts == 1).all():
+    if len(tokens) == VALUE_BYTES * len(counts) == VALUE_BYTES * np.count_nonzero(counts):
         values: list[bytes] = np.frombuffer(tokens, ONE_TOKEN).tolist()
         return values
     ends = VALUE_BYTES * counts.cumsum()

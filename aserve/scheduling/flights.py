@@ -7,6 +7,7 @@ flights, so that these cannot disagree. check.py counts them anew in debug mode.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -15,8 +16,13 @@ import numpy.typing as npt
 
 from aserve.messages.base import ArrayI32, array_i32, pack_i32
 from aserve.messages.executor import DecodeCaps, EngineSpec
+from aserve.scheduling.clients import Client
 from aserve.scheduling.request import Phase, Sequence
-from aserve.scheduling.rows import Column, RowTable
+from aserve.scheduling.rows import Column, Objects, RowTable
+
+# What a step that decodes one token of a row adds to `RowTable.clocks` when it is sent, and when it
+# lands.
+SENT, LANDED = np.array([[0], [1], [1], [1]]), np.array([[1], [0], [-1], [-1]])
 
 
 class Spans(NamedTuple):
@@ -48,7 +54,7 @@ class Step(msgspec.Struct, gc=False, eq=False):
     """
 
     iteration: int
-    sequences: list[Sequence]
+    sequences: Objects  # of Sequence
     rows: Column
     query_lens: Column
     num_drafts: Column
@@ -57,6 +63,7 @@ class Step(msgspec.Struct, gc=False, eq=False):
     num_uncertain: Column
     samples: npt.NDArray[np.bool_]
     packed_rows: bytes = b""  # int32
+    repeat: Repeat | None = None  # of which it is a step
 
     def of(self, packed_rows: bytes) -> Step:
         """Returns the step as if it had only these of its rows."""
@@ -69,7 +76,7 @@ class Step(msgspec.Struct, gc=False, eq=False):
         rows = self.rows[indices]
         return Step(
             self.iteration,
-            [self.sequences[index] for index in indices.tolist()],
+            self.sequences[indices],
             rows,
             self.query_lens[indices],
             self.num_drafts[indices],
@@ -94,22 +101,39 @@ class Step(msgspec.Struct, gc=False, eq=False):
         """Returns whether the result of this flight does not count, because its sequence has ended
         or a step failed.
         """
-        sequence = self.sequences[index]
+        sequence: Sequence = self.sequences[index]
         return sequence.phase is Phase.ENDED or sequence.first_iteration > self.iteration
 
 
 class Repeat(msgspec.Struct, gc=False, eq=False):
-    """The parts of a step and of its batch that stay the same while each step is the one before
-    with one token more (steady.py). They hold for these rows and this spec.
+    """The parts of steps and of their batches that stay the same while each step is the one before
+    with one token more (steady.py). They hold for these rows and this spec, from step `first` on,
+    as long as nothing else changes a row. Lists have one value for each row.
+
+    Step first + k launches as long as k < `num_launches`, and its tokens end no sequence by their
+    number as long as k < `num_quiet`. In it the rows with `fill_phase` = k modulo the page size
+    begin a page, and those with `page_phase` have committed one when it lands.
     """
 
     step: Step
     rows: Column
     spec: EngineSpec
-    query_lens: bytes
-    minus_rows: bytes  # the ids of tokens that are not known
-    bounds: bytes
+    first: int  # iteration
+    kv_lens: ArrayI32  # before the step that is launched next; steady.py writes it
+    positions: Column  # outputs before the token of the first step
+    fill_phase: Column
+    page_phase: Column
+    num_launches: int
+    num_quiet: int
     most_pages: int  # that may be asked of each layer group
+    ones: bytes  # int32, the length of each span, and the number of tokens that it brings
+    minus_rows: bytes  # the ids of tokens that are not known
+    taken: slice  # which covers all rows that run, and otherwise rows that nobody has
+    request_ids: list[str]
+    children: list[int]
+    cached_lens: list[int]
+    appends: list[Callable[[int], None]]
+    clients: list[tuple[Client, int]]  # each with the number of its rows
 
 
 def rows_of(sequences: list[Sequence]) -> Column:
@@ -130,7 +154,7 @@ def plan_step(
     max_outputs = np.where(has_outputs, num_accepted + caps.root_len, 0)
     return Step(
         iteration,
-        table.sequences[rows].tolist(),
+        table.sequences[rows],
         rows,
         query_lens,
         num_drafts,
@@ -169,6 +193,22 @@ def land(table: RowTable, step: Step, *, advance: Column) -> None:
     if advance is not step.max_advance:
         table.scheduled_len[rows] += advance - step.max_advance
         table.num_uncertain[rows] -= step.num_uncertain
+
+
+def send_alike(table: RowTable, taken: slice, *, iteration: int, stamp: int) -> None:
+    """Does what `send` does for a step that decodes one token of every row that runs. `taken` may
+    have rows besides that nobody has.
+    """
+    table.clocks[:, taken] += SENT
+    table.last_iteration[taken] = iteration
+    table.relay_stamp[taken] = stamp
+
+
+def land_alike(table: RowTable, taken: slice) -> None:
+    """Does what `land` does for such a step, and counts the tokens."""
+    table.clocks[:, taken] += LANDED
+    table.num_tokens[taken] += 1
+    table.failures[taken] = 0
 
 
 def land_without_row(step: Step, index: int) -> None:

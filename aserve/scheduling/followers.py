@@ -19,7 +19,8 @@ def lead(state: SchedulerState, row: Sequence, *, num_committed: int) -> None:
     """
     if not state.spec.prefix_cache:
         return
-    _resign(state, row)
+    if row.next_key is not None:
+        _resign(state, row)
     if num_committed < len(row.keys):
         row.next_key = row.keys[num_committed]
         state.leaders.setdefault(row.next_key, row)

@@ -21,6 +21,7 @@ from aserve.messages.transfers import KvLoaded, LoadKv, TiersChanged
 from aserve.scheduling.advance import commit_pages
 from aserve.scheduling.blocks import whole_pages
 from aserve.scheduling.finish import step_back
+from aserve.scheduling.flights import rows_of
 from aserve.scheduling.request import Phase, Sequence
 from aserve.scheduling.state import SchedulerState, Transfer
 
@@ -81,7 +82,7 @@ def end_load(state: SchedulerState, event: KvLoaded) -> None:
     # Steps in flight may still name the row for a former owner, and their results are not for it.
     sequence.first_iteration = state.next_iteration
     _note_hit(state, sequence)
-    commit_pages(state, sequence)
+    commit_pages(state, rows_of([sequence]))
     if state.cache.has_windows:
         cache.release_behind(transfer.allocation, sequence.committed_len)
     if sequence.remaining <= state.spec.decode.root_len:

@@ -168,9 +168,10 @@ class Sequence:
     @property
     def cacheable_len(self) -> int:
         """Positions whose KV is there and depends only on the tokens that pages' keys cover."""
-        num_known = self.tokens.num - self.key_lookahead
+        if not self.is_causal:
+            return 0
         num_committed = self.tokens.final_len(self.committed_len, self.block_len)
-        return max(0, min(num_committed, num_known)) if self.is_causal else 0
+        return max(0, min(num_committed, self.tokens.num - self.key_lookahead))
 
     def take_row(self, table: RowTable, row: int) -> None:
         assert self.allocation is not None
@@ -216,15 +217,16 @@ class Sequence:
         """Chain keys of every whole page of known tokens, as far as others may use it. The key of a
         page covers `key_lookahead` tokens more than the page, and all tokens of the page's blocks.
         """
+        keys, ahead = self.keys, self.key_lookahead
         if not self.is_causal:
-            return self.keys
-        ahead, num_tokens = self.key_lookahead, whole_blocks(self.tokens.num, self.block_len)
-        for page in range(len(self.keys), (num_tokens - ahead) // page_size):
+            return keys
+        num_pages = (whole_blocks(self.tokens.num, self.block_len) - ahead) // page_size
+        for page in range(len(keys), num_pages):
             start = up_to_block(page * page_size, self.block_len) + ahead if page else 0
             stop = up_to_block((page + 1) * page_size, self.block_len) + ahead
             digests = page_digests(self.pictures, start, stop) if self.pictures else b""
-            self.keys.append(self.tokens.packed(start, stop) + digests)
-        return self.keys
+            keys.append(self.tokens.packed(start, stop) + digests)
+        return keys
 
 
 def _wants_scores(request: AdmitRequest, child: int) -> bool:

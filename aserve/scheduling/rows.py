@@ -22,6 +22,7 @@ import numpy.typing as npt
 from aserve.scheduling.token_log import TokenLog
 
 Column: TypeAlias = npt.NDArray[np.int64]
+Objects: TypeAlias = npt.NDArray[np.object_]
 Cells: TypeAlias = "array[int] | memoryview[int]"
 
 NEVER = np.iinfo(np.int64).max  # the first iteration of a row without a sequence
@@ -34,11 +35,11 @@ class RowTable:
 
     committed_len: Column
     scheduled_len: Column
+    num_flights: Column  # steps in flight that name it
+    num_sampling: Column  # those of them that sample it
     # tokens that exist or are in flight and have no KV scheduled: `DecodeCaps.root_len` for a
     # decode, more for a prefill, 0 when nothing will be sampled after the prompt
     remaining: Column
-    num_flights: Column  # steps in flight that name it
-    num_sampling: Column  # those of them that sample it
     num_uncertain: Column  # tokens that these may bring or not
     first_iteration: Column  # results of earlier steps do not count for it
     last_iteration: Column  # the last step that named it: the row that waited longest goes first
@@ -81,11 +82,14 @@ class RowTable:
         for name, column in zip(NAMES, self._values, strict=True):
             setattr(self, name, column)
         self.first_iteration[:] = NEVER
+        self.clocks = self._values[:NUM_CLOCKS]  # the first columns: the clocks, and the flights
         # The objects of each row, so that a list of them is made without a loop.
-        self.sequences = np.full(max_rows + 1, None, np.object_)
-        self.request_ids = np.full(max_rows + 1, None, np.object_)
-        self.clients = np.full(max_rows + 1, None, np.object_)
-        self.appends = np.full(max_rows + 1, None, np.object_)  # methods that append an output
+        self.sequences: Objects = np.full(max_rows + 1, None, np.object_)
+        self.request_ids: Objects = np.full(max_rows + 1, None, np.object_)
+        self.clients: Objects = np.full(max_rows + 1, None, np.object_)
+        self.appends: Objects = np.full(
+            max_rows + 1, None, np.object_
+        )  # methods that append an output
 
     def enter(self, row: int, cells: Cells, *, copies: tuple[int, ...]) -> Cells:
         """Moves the values of a sequence into the columns. Returns a view of them, which is where
@@ -97,7 +101,7 @@ class RowTable:
 
     def leave(self, row: int, cells: Cells) -> Cells:
         """Moves the values of a sequence out of the columns, into an array of its own."""
-        own = array("q", cells[:NUM_CELLS])
+        own = array("q", self._values[:NUM_CELLS, row].tobytes())
         self.first_iteration[row] = NEVER
         self.remaining[row] = 0
         for objects in (self.sequences, self.request_ids, self.clients, self.appends):
@@ -106,6 +110,7 @@ class RowTable:
 
 
 NAMES = tuple(RowTable.__annotations__)
+NUM_CLOCKS = NAMES.index("remaining")
 NUM_CELLS, REMAINING = NAMES.index("num_tokens"), NAMES.index("remaining")
 # All sequences share these cells until one of their own is written, so most that wait have none.
 NO_CELLS: Cells = memoryview(

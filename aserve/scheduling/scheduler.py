@@ -110,6 +110,8 @@ class Scheduler:
         return state.take_effects()
 
     def handle(self, event: SchedulerEvent) -> None:
+        if not isinstance(event, StepResult | AdmitRequest):
+            self.state.repeat = None
         match event:
             case AdmitRequest():
                 receive(self.state, consider(self.state, event))

@@ -1,29 +1,37 @@
-"""Launches a step that repeats the last one: the same rows, each with one token more.
+"""Steps that repeat the last one: the same rows, each with one token more.
 
-Mostly nothing happens between two steps but tokens, and then most of a batch is as before. So it is
-not chosen and built anew by `select` and `launch`, which would do the same. A step repeats if
-nobody can be admitted, retracted or moved, every row decodes one token, none is to draft, and pages
-abound.
+Mostly nothing happens between two steps but tokens, and then most of a batch is as before, and its
+result changes every row alike. So such a step is not chosen and built anew by `select` and
+`launch`, which would do the same. A step repeats if nobody can be admitted, retracted or moved,
+every row decodes one token, none is to draft, and pages abound. Its result is committed by
+repeated_results.py.
+
+What each step brings is known when the first one is launched: `Repeat` says for which steps, and
+which rows begin or end a page in them. So a step costs a few numpy calls. Whatever else changes a
+row forgets the `Repeat`: another event than a result, another launch, and a sequence that ends.
 Writes `SchedulerState.repeat`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 import numpy as np
 
-from aserve.messages.base import pack_i32
-from aserve.messages.executor import DecodeCaps
+from aserve.messages.base import VALUE_BYTES, pack_i32
 from aserve.messages.requests import stamp_of
 from aserve.messages.step import Launch, ScheduleBatch, StepStats
-from aserve.scheduling.flights import Repeat, plan_step, send
+from aserve.scheduling.clients import Client
+from aserve.scheduling.flights import Repeat, plan_step, send_alike
 from aserve.scheduling.forecast import relax
 from aserve.scheduling.loads import save_pages
 from aserve.scheduling.ranks import max_decode_rows
-from aserve.scheduling.rows import Column
 from aserve.scheduling.select import grow
 from aserve.scheduling.state import SchedulerState
 from aserve.scheduling.table_writes import page_writes
+
+NO_ROWS = np.empty(0, np.int64)
 
 
 def repeat_step(state: SchedulerState) -> bool:
@@ -32,109 +40,53 @@ def repeat_step(state: SchedulerState) -> bool:
     """
     if not _is_undisturbed(state):
         return False
-    table, rows, choice = state.table, state.running_rows, state.draft_choice
+    rows, choice, repeat = state.running_rows, state.draft_choice, state.repeat
     if choice.is_on and (choice.is_drafting or not choice.holds(rows, state.running)):
         return False
-    num_sampling = table.num_sampling[rows]
-    num_known = len(rows) - int(np.count_nonzero(num_sampling))
-    is_last = table.num_tokens[rows] + num_sampling >= table.max_len[rows]
-    if np.count_nonzero(is_last) or num_known not in (0, len(rows)):
-        return False
-    repeat = state.repeat
     if repeat is None or repeat.rows is not rows or repeat.spec is not state.spec:
         repeat = state.repeat = _find_repeat(state)
-    if repeat is None or not _may_repeat(state, repeat):
+    if repeat is None or state.next_iteration - repeat.first >= repeat.num_launches:
         return False
-    _launch(state, repeat, is_known=num_known > 0)
+    if len(state.steps) >= state.spec.lead:
+        return False
+    pools = range(state.cache.num_pools)
+    if not all(state.cache.available(pool) >= repeat.most_pages for pool in pools):
+        return False
+    _launch(state, repeat)
     return True
 
 
-def _is_undisturbed(state: SchedulerState) -> bool:
-    """Returns whether the rows that run are all that there is."""
-    if not state.running or state.masked or state.has_senders or state.is_recovering:
-        return False
-    if len(state.slow_waiting):
-        return False
-    return not state.waiting or (not state.rows.num_free and state.clients.num_active < 2)
-
-
-def _find_repeat(state: SchedulerState) -> Repeat | None:
-    """Returns what would stay the same if the running rows went on as they are."""
-    spec, rows, table = state.spec, state.running_rows, state.table
-    num_rows, caps = len(rows), spec.decode
-    if spec.dp_size > 1 or spec.names_shared_pages or not _is_plain(caps):
-        return None
-    if max_decode_rows(spec, state.rows.num_taken_of(0)) < num_rows:
-        return None
-    if num_rows > spec.max_batched_tokens:
-        return None
-    if (table.max_step_tokens[rows] - table.num_cut[rows] != 1).any():  # some may draft
-        return None
-    query_lens = np.ones(num_rows, np.int64)
-    step = plan_step(table, rows, query_lens, iteration=0, caps=caps)
-    if not step.samples.all() or step.num_drafts.any():
-        return None
-    most_pages = state.num_pages(min(2 * num_rows, spec.max_batched_tokens)) + 2 * num_rows
-    return Repeat(
-        step,
-        rows,
-        spec,
-        query_lens=pack_i32(query_lens),
-        minus_rows=pack_i32(-rows),
-        bounds=bytes(num_rows),
-        most_pages=most_pages,
-    )
-
-
-def _is_plain(caps: DecodeCaps) -> bool:
-    """Returns whether a decode without drafts computes its last token, and brings the next one."""
-    return (caps.root_len, caps.min_tokens_per_step, caps.block_len) == (1, 1, 1)
-
-
-def _may_repeat(state: SchedulerState, repeat: Repeat) -> bool:
-    """Returns whether every row was in the last step, has one token to compute and may do so, and
-    whether there is ample room.
-    """
-    table, rows = state.table, repeat.rows
-    is_other = table.last_iteration[rows] != state.next_iteration - 1
-    is_other |= table.remaining[rows] != 1
-    is_other |= table.num_sampling[rows] >= state.spec.lead
-    is_other |= table.num_uncertain[rows] != 0  # a window in flight
-    is_other |= table.written_pages[rows] == 0  # the device does not know the row any more
-    if np.count_nonzero(is_other) or np.count_nonzero(table.is_blocked[rows]):
-        return False
-    pools = range(state.cache.num_pools)
-    return all(state.cache.available(pool) >= repeat.most_pages for pool in pools)
-
-
-def _launch(state: SchedulerState, repeat: Repeat, *, is_known: bool) -> None:
-    table, rows, last = state.table, repeat.rows, repeat.step
-    starts: Column = table.scheduled_len[rows]
-    lacks_pages = starts >= table.num_pages[rows] * state.spec.page_size
-    if np.count_nonzero(lacks_pages):
-        grow(state, rows[lacks_pages], starts[lacks_pages] + 1)
+def _launch(state: SchedulerState, repeat: Repeat) -> None:
+    table, rows, iteration = state.table, repeat.rows, state.next_iteration
+    begins = repeat.fill_phase == (iteration - repeat.first) % state.spec.page_size
+    grown = rows[begins] if np.count_nonzero(begins) else NO_ROWS
+    if len(grown):
+        grow(state, grown, repeat.kv_lens[begins] + 1)
     save_pages(state)
     relax(state)
-    iteration = state.next_iteration
     state.next_iteration += 1
-    step = state.steps[iteration] = msgspec.structs.replace(last, iteration=iteration)
+    is_known, packed_rows = not state.steps, repeat.step.packed_rows
+    step = msgspec.structs.replace(repeat.step, iteration=iteration, repeat=repeat)
+    state.steps[iteration] = step
     stats = _stats(state)
-    grown = table.sequences[rows[table.written_pages[rows] != table.num_pages[rows]]].tolist()
+    stamp = 0 if is_known else stamp_of(iteration - 1)
     batch = ScheduleBatch(
         iteration=iteration,
-        rows=last.packed_rows,
-        query_lens=repeat.query_lens,
+        rows=packed_rows,
+        query_lens=repeat.ones,
         input_ids=pack_i32(table.last_id[rows]) if is_known else repeat.minus_rows,
         next_ids=repeat.minus_rows,
-        kv_lens=pack_i32(starts),
-        bounds=repeat.bounds,
-        expects=bytes(len(last.packed_rows)) if is_known else pack_i32(table.relay_stamp[rows]),
-        sample_rows=last.packed_rows,
-        page_writes=tuple(page_writes(grown, group) for group in range(len(state.spec.groups))),
+        kv_lens=repeat.kv_lens.tobytes(),
+        bounds=bytes(len(rows)),
+        expects=stamp.to_bytes(VALUE_BYTES, "little") * len(rows),
+        sample_rows=packed_rows,
+        page_writes=page_writes(table, grown, num_groups=len(state.spec.groups)),
         stats=stats,
         skips_drafter=state.draft_choice.note_launch(table, step, stats),
     )
-    send(table, step, stamp=stamp_of(iteration))
+    repeat.kv_lens += 1
+    table.written_pages[grown] = table.num_pages[grown]
+    send_alike(table, repeat.taken, iteration=iteration, stamp=stamp_of(iteration))
     state.effects.append(Launch((batch,)))
 
 
@@ -147,3 +99,82 @@ def _stats(state: SchedulerState) -> StepStats:
         used_pages=state.cache.num_used(0),
         total_pages=state.spec.total_pages,
     )
+
+
+def _is_undisturbed(state: SchedulerState) -> bool:
+    """Returns whether the rows that run are all that there is."""
+    if not state.running or state.masked or state.has_senders or state.is_recovering:
+        return False
+    if len(state.slow_waiting):
+        return False
+    return not state.waiting or (not state.rows.num_free and state.clients.num_active < 2)
+
+
+def _find_repeat(state: SchedulerState) -> Repeat | None:
+    """Returns what stays the same while the running rows go on as they are, or None if they do not
+    all go on.
+    """
+    spec, rows, table, first = state.spec, state.running_rows, state.table, state.next_iteration
+    num_rows, caps, page_size = len(rows), spec.decode, spec.page_size
+    if not _can_repeat(state, num_rows) or not _go_on_alike(state):
+        return None
+    starts = table.scheduled_len[rows]
+    num_left = table.num_pages[rows] * page_size - starts  # tokens until a page begins
+    if np.count_nonzero(num_left >= page_size):
+        return None
+    step = plan_step(table, rows, np.ones(num_rows, np.int64), iteration=0, caps=caps)
+    if np.count_nonzero(step.samples) < num_rows or np.count_nonzero(step.num_drafts):
+        return None
+    clients: list[Client] = table.clients[rows].tolist()
+    is_one = state.clients.num_active == 1
+    return Repeat(
+        step,
+        rows,
+        spec,
+        first=first,
+        kv_lens=starts.astype(np.int32),
+        positions=starts + 1 - table.max_len[rows] + table.max_tokens[rows],
+        fill_phase=num_left,
+        page_phase=(max(0, caps.key_lookahead - 1) - starts - 1) % page_size,
+        num_launches=int(np.minimum.reduce(table.max_len[rows] - starts)) - 1,
+        num_quiet=int(np.minimum.reduce(table.look_len[rows] - starts)) - 2,
+        most_pages=state.num_pages(min(2 * num_rows, spec.max_batched_tokens)) + 2 * num_rows,
+        ones=pack_i32(step.query_lens),
+        minus_rows=pack_i32(-rows),
+        taken=slice(1, int(np.maximum.reduce(rows)) + 1),
+        request_ids=table.request_ids[rows].tolist(),
+        children=table.child[rows].tolist(),
+        cached_lens=table.cached_len[rows].tolist(),
+        appends=table.appends[rows].tolist(),
+        clients=[(clients[0], num_rows)] if is_one else list(Counter(clients).items()),
+    )
+
+
+def _can_repeat(state: SchedulerState, num_rows: int) -> bool:
+    """Returns whether all rows may be in each step, and each of them decodes its last token, and
+    brings the next one.
+    """
+    spec, caps = state.spec, state.spec.decode
+    if spec.dp_size > 1 or spec.names_shared_pages or state.cache.has_windows:
+        return False
+    if (caps.root_len, caps.min_tokens_per_step, caps.block_len) != (1, 1, 1):
+        return False
+    most = max_decode_rows(spec, state.rows.num_taken_of(0))
+    return num_rows <= min(most, spec.max_batched_tokens)
+
+
+def _go_on_alike(state: SchedulerState) -> bool:
+    """Returns whether every row was in the last step, and has one token to compute, which is known
+    if nothing is in flight.
+    """
+    table, rows, last = state.table, state.running_rows, state.next_iteration - 1
+    num_sampling = table.num_sampling[rows]
+    is_other = table.last_iteration[rows] != last
+    is_other |= table.remaining[rows] != 1
+    is_other |= num_sampling >= state.spec.lead
+    is_other |= (num_sampling > 0) != bool(state.steps)
+    is_other |= table.num_uncertain[rows] != 0  # a window in flight
+    is_other |= table.written_pages[rows] != table.num_pages[rows]  # the device lacks some
+    is_other |= table.max_step_tokens[rows] - table.num_cut[rows] != 1  # it may draft
+    is_other |= table.unpaid[rows] > table.scheduled_len[rows] - table.committed_len[rows]
+    return not np.count_nonzero(is_other) and not np.count_nonzero(table.is_blocked[rows])

@@ -4,31 +4,44 @@ page-table entries.
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 
+from aserve.messages.base import pack_i32
 from aserve.messages.step import PageWrites, RowInit
 from aserve.scheduling.request import Sequence
+from aserve.scheduling.rows import Column, RowTable
+
+NO_WRITES = PageWrites(rows=b"", columns=b"", pages=b"")
 
 
-def page_writes(sequences: list[Sequence], group: int) -> PageWrites:
-    """Returns the page-table entries that the device does not have: all of a new row."""
-    rows: list[bytes] = []
-    columns: list[bytes] = []
-    pages: list[bytes] = []
-    for sequence in sequences:
-        assert sequence.allocation is not None
-        start, stop = sequence.written_pages, sequence.allocation.num_pages
-        rows.append(sequence.row.to_bytes(4, "little") * (stop - start))
-        pages.append(sequence.allocation.pages[group][start:].tobytes())
-        if stop == start + 1:
-            columns.append(start.to_bytes(4, "little"))
-        else:
-            columns.append(np.arange(start, stop, dtype=np.int32).tobytes())
-    return PageWrites(rows=b"".join(rows), columns=b"".join(columns), pages=b"".join(pages))
+def page_writes(table: RowTable, rows: Column, *, num_groups: int) -> tuple[PageWrites, ...]:
+    """Returns the page-table entries of these rows that the device does not have: all of a new row.
+    There is one record for each layer group.
+    """
+    if not len(rows):
+        return (NO_WRITES,) * num_groups
+    starts = table.written_pages[rows]
+    counts = table.num_pages[rows] - starts
+    offsets = counts.cumsum() - counts - starts
+    columns = pack_i32(np.arange(int(np.add.reduce(counts))) - offsets.repeat(counts))
+    packed_rows, first = pack_i32(rows.repeat(counts)), starts.tolist()
+    sequences: list[Sequence] = table.sequences[rows].tolist()
+    tables = [sequence.allocation.pages for sequence in sequences if sequence.allocation]
+    return tuple(
+        PageWrites(packed_rows, columns, _new_pages([pages[group] for pages in tables], first))
+        for group in range(num_groups)
+    )
+
+
+def _new_pages(tables: list[array[int]], first: list[int]) -> bytes:
+    """Returns the pages of each table from its first new one on."""
+    return b"".join([pages[start:].tobytes() for pages, start in zip(tables, first, strict=True)])
 
 
 def row_inits(sequences: list[Sequence]) -> tuple[RowInit, ...]:
-    return tuple(row_init(sequence) for sequence in sequences if not sequence.written_pages)
+    return tuple([row_init(sequence) for sequence in sequences])
 
 
 def row_init(sequence: Sequence) -> RowInit:

@@ -26,7 +26,7 @@ class TokenLog:
 
     @property
     def num(self) -> int:
-        return num_values(self._prompt) + len(self.outputs)
+        return len(self._prompt) // VALUE_BYTES + len(self.outputs)  # PERF: read very often
 
     def span(self, start: int, stop: int) -> ArrayI32:
         """tokens[start:stop], cut at what is known."""
@@ -34,7 +34,7 @@ class TokenLog:
 
     def packed(self, start: int, stop: int) -> bytes:
         """Returns the same tokens as the bytes of an array."""
-        num_prompt = num_values(self._prompt)
+        num_prompt = len(self._prompt) // VALUE_BYTES
         if start >= num_prompt:
             return self.outputs[start - num_prompt : stop - num_prompt].tobytes()
         known = self._prompt[VALUE_BYTES * start : VALUE_BYTES * stop]

@@ -8,7 +8,8 @@ import pytest
 from aserve.cache.allocation import PageAllocation
 from aserve.cache.conservation import check_conservation
 from aserve.cache.pools import PagePool
-from aserve.cache.prefix_tree import Prefix, PrefixTree, Run
+from aserve.cache.prefix_tree import Prefix, PrefixTree
+from aserve.cache.runs import Run
 from aserve.cache.stored_pages import StoredPages
 from aserve.errors import BugError
 

@@ -125,9 +125,8 @@ class Simulation:
     def _launch(self, num_drafts: Column, *, has_prefill: bool) -> bool:
         none = np.zeros_like(self.rows)
         self.iteration += 1
-        step = Step(
-            self.iteration, [], self.rows, none, num_drafts, none, none, none, none == 0
-        )  # all sample
+        nobody, samples = np.empty(0, np.object_), none == 0
+        step = Step(self.iteration, nobody, self.rows, none, num_drafts, none, none, none, samples)
         stats = StepStats(num_prefill_rows=int(has_prefill))
         return self.choice.note_launch(self.table, step, stats)
 
@@ -357,7 +356,8 @@ class LookingRow:
         self.choice.choose(table, rows, running)
         num_drafts = 7 - table.num_cut[rows]
         self.num_steps += 1
-        step = Step(self.num_steps, [], rows, none, num_drafts, none, none, none, none == 0)
+        nobody, samples = np.empty(0, np.object_), none == 0
+        step = Step(self.num_steps, nobody, rows, none, num_drafts, none, none, none, samples)
         self.choice.note_launch(table, step, StepStats())
         self.log.outputs.append(token)
         num_outputs = np.array([8 if self.answers and num_drafts else 1], np.int32)

@@ -10,15 +10,21 @@ import pytest
 
 from aserve.bench.step_driver import result_of
 from aserve.errors import StepError
-from aserve.messages.changes import ChangeSettings
+from aserve.messages.changes import Amend, ChangeSettings
 from aserve.messages.executor import DecodeCaps, EngineSpec, SchedulerEffect, SchedulerEvent
 from aserve.messages.output import Retired
 from aserve.messages.requests import Cancel
-from aserve.messages.results import StepFailed, StepTimes
+from aserve.messages.results import StepFailed, StepResult, StepTimes
 from aserve.messages.step import Launch, ScheduleBatch
+from aserve.scheduling import commit as commit_module
 from aserve.scheduling import scheduler as scheduler_module
+from aserve.scheduling.flights import Step
+from aserve.scheduling.repeated_results import land_repeated
 from aserve.scheduling.scheduler import Scheduler
+from aserve.scheduling.state import SchedulerState
 from tests.scheduling.stage import Stage, request, result, rows, spec
+
+PAGE_SIZE = 4
 
 
 class Run:
@@ -44,8 +50,19 @@ class Run:
             if tick % 29 == 28:
                 name = str(self._num_requests - 1)
                 events.append(Cancel(name, child=None, reason="cancelled", kept=0))
+            if tick % 17 == 16:
+                name = str(self._num_requests - 2)
+                events.append(Amend(name, number=tick, max_tokens=20 + tick % 3))
             self._note(effects)
+            self._check_pages()
         return self
+
+    def _check_pages(self) -> None:
+        """Whole pages enter the prefix tree when they are committed, and not later."""
+        for row in self._scheduler.state.running.values():
+            assert row.allocation is not None
+            if row.allocation.is_inserting:
+                assert row.allocation.num_shared == row.cacheable_len // PAGE_SIZE
 
     def _note(self, effects: list[SchedulerEffect]) -> None:
         self.effects.append(effects)
@@ -63,7 +80,12 @@ class Run:
         prompt = self._numbers.integers(100, size=int(self._numbers.integers(1, 12))).tolist()
         num_outputs = int(self._numbers.integers(1, 60))
         client = "ab"[self._num_requests % 2]
-        return request(str(self._num_requests), prompt, max_tokens=num_outputs, client=client)
+        return request(
+            *(str(self._num_requests), prompt),
+            max_tokens=num_outputs,
+            end_ids=(97,) if self._num_requests % 3 == 0 else (),
+            client=client,
+        )
 
 
 @pytest.mark.parametrize("pace", [(1, 1), (2, 2), (3, 1)])
@@ -71,8 +93,16 @@ class Run:
 def test_a_repeated_step_is_what_would_be_chosen_anew(
     monkeypatch: pytest.MonkeyPatch, pace: tuple[int, int], num_pages: int, num_requests: int
 ) -> None:
-    engine = spec(depth=pace[0], lead=pace[1], num_pages=num_pages)
+    engine = spec(depth=pace[0], lead=pace[1], num_pages=num_pages, page_size=PAGE_SIZE)
+    landed: list[bool] = []
+
+    def note_landing(state: SchedulerState, step: Step, result: StepResult) -> bool:
+        landed.append(land_repeated(state, step, result))
+        return landed[-1]
+
+    monkeypatch.setattr(commit_module, "land_repeated", note_landing)
     repeats = Run(engine).play(110, num_requests=num_requests)
+    assert repeats.num_repeated // 4 <= sum(landed) <= repeats.num_repeated
     monkeypatch.setattr(scheduler_module, "repeat_step", lambda _state: False)
     chosen = Run(engine).play(110, num_requests=num_requests)
     assert repeats.effects == chosen.effects
@@ -112,6 +142,17 @@ def test_a_row_that_the_device_has_forgotten_is_sent_to_it_again() -> None:
     stage.play(Cancel("a", child=None, kept=0, reason="cancelled"))
     stage.play(StepFailed(1, StepError("the device is tired").info()))
     assert [[init.row for init in batch.row_inits] for batch in stage.batches] == [[2], []]
+
+
+def test_a_row_that_the_device_has_forgotten_within_a_page_is_sent_to_it_again() -> None:
+    stage = Stage(spec(depth=3, lead=1))
+    stage.play(request("b", [4]))
+    stage.play(request("a", [1, 2, 3], max_tokens=1))
+    stage.play(result(1, {1: [9]}))
+    assert [rows(batch) for batch in stage.batches] == [[1]]
+    stage.play(Cancel("a", child=None, kept=0, reason="cancelled"))
+    stage.play(StepFailed(2, StepError("the device is tired").info()))
+    assert [[init.row for init in batch.row_inits] for batch in stage.batches] == [[1]]
 
 
 def test_changed_settings_hold_for_the_next_step() -> None:
