@@ -56,8 +56,10 @@ SPAN = 128  # inputs that share a step, or fewer at the end of a group
 TILE_ROWS = 4  # that pass over the codes together
 # The largest integers of 2 and 3 digits. The highest digit of what is rounded up from it is still
 # 127.
+ZERO_OF_8_BITS, ZERO_OF_4_BITS = ZEROS[8], ZEROS[4]  # for compiled code
 OF_2_DIGITS, OF_3_DIGITS = np.float32(127 * 256), np.float32(127 * 256**2)
 LEAST = np.float32(2.0**-100)  # a span whose largest magnitude is below is zero
+HALF = np.float32(0.5)
 INFINITY_BITS = np.int32(0x7F800000)
 DPBUSD = "llvm.x86.avx512.vpdpbusd.512"
 
@@ -66,8 +68,9 @@ class Digits(NamedTuple):
     """Rows of inputs as integers."""
 
     digits: Int8s  # [rows, digits, in], the highest first
+    zeros: Int32s  # [rows, spans, digits]: what the zeros of the codes add to a sum, negated
     steps: Float32s  # [rows, spans]
-    sums: Int32s  # [rows, spans, digits], of each digit
+    sums: Float32s  # [rows, spans], of the inputs
     group: int  # inputs
 
 
@@ -93,16 +96,18 @@ def multiply_by_dots(
     most = min(most, max(1, num_rows))
     rows = Digits(
         np.empty((most, num_digits, num_in), np.int8),
-        np.empty((most, num_spans), np.float32),
         np.empty((most, num_spans, num_digits), np.int32),
+        np.empty((most, num_spans), np.float32),
+        np.empty((most, num_spans), np.float32),
         weight.group,
     )
+    zero = np.int32(ZERO_OF_8_BITS if weight.codes.itemsize == 1 else ZERO_OF_4_BITS)
     span = Span(np.empty(SPAN, np.float32), np.empty(SPAN, np.int32))
     tile = np.empty(TILE_ROWS * OUTPUTS, np.float32)
     for start in range(0, num_rows, most):
         end = min(num_rows, start + most)
         for row in range(start, end):
-            _round_row(x[row], rows, row - start, span)
+            _round_row(x[row], zero, rows, row - start, span)
         for output in range(first, last, OUTPUTS):
             for row in range(start, end, TILE_ROWS):
                 target = out[row : min(end, row + TILE_ROWS)]
@@ -116,46 +121,58 @@ def spans_of(group: int) -> int:
 
 
 @njit(nogil=True, **NO_REFCOUNT)
-def _round_row(x: Floats, rows: Digits, row: int, span: Span) -> None:
-    """Writes the digits of a row x [in]."""
-    number, group = 0, rows.group
-    for start in range(0, x.shape[0], group):
-        for first in range(start, start + group, SPAN):
-            last = min(first + SPAN, start + group)
-            rows.steps[row, number] = _round_span(
-                x[first:last], span, rows.digits[row, :, first:last], rows.sums[row, number]
-            )
+def _round_row(x: Floats, zero: np.int32, rows: Digits, row: int, span: Span) -> None:
+    """Writes a row x [in] as integers. `zero` is added to the codes."""
+    num_digits, num_in = rows.digits.shape[1:]
+    digits, number = rows.digits.reshape(-1), 0
+    for start in range(0, num_in, rows.group):
+        for first in range(start, start + rows.group, SPAN):
+            size = min(SPAN, start + rows.group - first)
+            step = _round_span(x[first : first + size], num_digits, span)
+            total = np.float32(0)
+            for digit in range(num_digits):
+                place = num_digits - 1 - digit
+                at = (row * num_digits + place) * num_in + first
+                added = _take_digit(span.rest[:size], digits[at : at + size])
+                rows.zeros[row, number, place] = -zero * added
+                total += np.float32(added) * np.float32(1 << (8 * digit))
+            rows.steps[row, number], rows.sums[row, number] = step, step * total
             number += 1
 
 
 @njit(nogil=True, error_model="numpy", **NO_REFCOUNT)
-def _round_span(x: Floats, span: Span, digits: Int8s, sums: Int32s) -> np.float32:
-    """Writes digits [digits, in] and their sums [digits], and returns the step, which is NaN where
-    an input is not finite."""
-    size, num_digits = np.uint64(x.shape[0]), digits.shape[0]
-    values, rest = span
-    widen(x, values[:size])
-    bits, largest_bits = values.view(np.int32), np.int32(0)
+def _round_span(x: Floats, num_digits: int, span: Span) -> np.float32:
+    """Writes the integers of x [at most SPAN], and returns their step, which is NaN where an input
+    is not finite."""
+    size = np.uint64(x.shape[0])  # PERF: unsigned, as in rope_and_store_kv.py
+    values, rest = span.values[: x.shape[0]], span.rest[: x.shape[0]]
+    bits = values.view(np.int32)
+    widen(x, values)
+    largest_bits = np.int32(0)
     for i in range(size):
         largest_bits = max(largest_bits, bits[i] & np.int32(0x7FFFFFFF))
-    largest = np.int32(largest_bits).view(np.float32)
+    is_finite, largest = largest_bits < INFINITY_BITS, np.int32(largest_bits).view(np.float32)
     most = OF_2_DIGITS if num_digits == 2 else OF_3_DIGITS
-    is_zero = largest_bits >= INFINITY_BITS or largest < LEAST
-    factor = np.float32(0) if is_zero else most / largest
+    if not is_finite or largest < LEAST:
+        rest[:] = 0
+        return np.float32(0 if is_finite else np.nan)
+    factor = most / largest
     for i in range(size):
-        value = np.float32(0) if is_zero else values[i] * factor
-        rest[i] = np.int32(value + (np.float32(0.5) if value > 0 else np.float32(-0.5)))
-    for number in range(num_digits - 1, -1, -1):
-        target, total = digits[number], np.int32(0)
-        for i in range(size):
-            digit = np.int8(rest[i])
-            target[i] = digit
-            total += np.int32(digit)
-            rest[i] = (rest[i] - np.int32(digit)) >> np.int32(8)
-        sums[number] = total
-    if largest_bits >= INFINITY_BITS:
-        return np.float32(np.nan)
-    return np.float32(0) if is_zero else largest / most
+        value = values[i] * factor
+        rest[i] = np.int32(value + HALF if value > 0 else value - HALF)
+    return largest / most
+
+
+@njit(nogil=True, **NO_REFCOUNT)
+def _take_digit(rest: Int32s, target: Int8s) -> np.int32:
+    """Moves the lowest digit of each integer to `target`, and returns their sum."""
+    total = np.int32(0)
+    for i in range(np.uint64(rest.shape[0])):
+        digit = np.int8(rest[i])
+        target[i] = digit
+        total += np.int32(digit)
+        rest[i] = np.int32(rest[i] - np.int32(digit)) >> np.int32(8)
+    return total
 
 
 @njit(nogil=True, **NO_REFCOUNT)
@@ -176,7 +193,13 @@ def _multiply_block(
     factors = weight.factors[block * num_factors : (block + 1) * num_factors]
     size_of_block = len(weight.codes) // (len(weight.factors) // num_factors)
     codes = weight.codes[block * size_of_block : (block + 1) * size_of_block]
-    own = Digits(rows.digits[first_row:], rows.steps[first_row:], rows.sums[first_row:], rows.group)
+    own = Digits(
+        rows.digits[first_row:],
+        rows.zeros[first_row:],
+        rows.steps[first_row:],
+        rows.sums[first_row:],
+        rows.group,
+    )
     target = tile[: num_rows * OUTPUTS]
     if num_rows > 2:
         multiply_digits(x, own, codes, factors, target, TILE_ROWS)
@@ -197,7 +220,7 @@ def multiply_digits(
     of the block, and factors [groups * 1 or 2 * 32] its scales and offsets. out [rows * 32], at
     most `size` rows, which is a literal.
     """
-    digits, steps, _, group = rows
+    digits, _, steps, _, group = rows
     num_in, per_group = digits.shape[2], -(-group // SPAN)
     weights = unpack_codes(codes, num_in).astype(np.float32)
     by_group = factors.reshape(num_in // group, -1, OUTPUTS)
@@ -213,10 +236,11 @@ def multiply_digits(
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A row of a tile: the addresses of its digits, steps, sums and results, and the variables of
-    the sums for each digit and vector of outputs, and of the totals."""
+    """A row of a tile: the addresses of its `Digits` and results, and the variables of the sums for
+    each digit and vector of outputs, and of the totals."""
 
     digits: list[Any]
+    zeros: Any
     steps: Any
     sums: Any
     target: Any
@@ -245,21 +269,22 @@ class _Dots(TileEmitter):
         self._per_step = BYTES_PER_WORD if bits == 8 else CODES_PER_WORD  # inputs
 
     def row(self, number: Any, arrays: list[Any], sizes: list[Any]) -> _Row:
-        """arrays: where digits, steps, sums and results begin; sizes: the numbers of digits, inputs
-        and spans of a row."""
+        """arrays: where `Digits` and results begin; sizes: how many digits, inputs and spans a row
+        has."""
         builder = self._builder
         num_digits, num_in, num_spans = sizes
         words = builder.udiv(num_in, INDEX(BYTES_PER_WORD))
-        per_row = [
-            *(builder.mul(words, INDEX(num_digits)), num_spans),
-            *(builder.mul(num_spans, INDEX(num_digits)), INDEX(VECTORS)),
-        ]
-        digits, steps, sums, target = (
+        words_of_row, of_spans = (
+            builder.mul(count, INDEX(num_digits)) for count in (words, num_spans)
+        )
+        per_row = [words_of_row, of_spans, num_spans, num_spans, INDEX(VECTORS)]
+        digits, zeros, steps, sums, target = (
             builder.gep(array, [builder.mul(number, size)])
             for array, size in zip(arrays, per_row, strict=True)
         )
         return _Row(
             [builder.gep(digits, [builder.mul(words, INDEX(i))]) for i in range(num_digits)],
+            zeros,
             steps,
             sums,
             target,
@@ -293,12 +318,12 @@ class _Dots(TileEmitter):
                 self._end_span(row, span, own_factors, has_offsets)
 
     def _begin_span(self, row: _Row, span: Any) -> None:
-        """The sums begin with what the zeros of the codes add, subtracted."""
+        builder = self._builder
+        zeros = builder.gep(row.zeros, [builder.mul(span, INDEX(len(row.chains)))])
         for digit, chains in enumerate(row.chains):
-            total = self._sum_of(row, span, digit)
-            start = self._splat(self._builder.mul(total, WORD(-ZEROS[self._bits])))
+            start = self._splat(builder.load(builder.gep(zeros, [INDEX(digit)])))
             for chain in chains:
-                self._builder.store(start, chain)
+                builder.store(start, chain)
 
     def _add_step(self, rows: list[_Row], codes: Any, step: Any) -> None:
         """Adds the products of the inputs of a step, all of one span."""
@@ -314,31 +339,19 @@ class _Dots(TileEmitter):
         self._add_words(rows, upper, builder.add(first, INDEX(1)))
 
     def _end_span(self, row: _Row, span: Any, factors: Any, has_offsets: Any) -> None:
-        """Adds step * (scale * dot product + offset * sum of inputs) to the totals."""
+        """Adds step * scale * dot product + offset * sum of inputs to the totals."""
         builder = self._builder
-        step = self._wide(builder.load(builder.gep(row.steps, [span])))
-        sums = [
-            builder.sitofp(self._sum_of(row, span, digit), ir.FloatType())
-            for digit in range(len(row.chains))
-        ]
-        joined = sums[0]
-        for lower in sums[1:]:
-            joined = builder.fadd(builder.fmul(joined, ir.FloatType()(256.0)), lower)
-        # Without offsets the sum is multiplied by zero, and the first vector stands for them.
-        added = self._wide(builder.select(has_offsets, joined, ir.FloatType()(0.0)))
-        first_offset = builder.select(has_offsets, INDEX(VECTORS), INDEX(0))
-        for number in range(VECTORS):
+        step, total_of_inputs = (
+            builder.load(builder.gep(array, [span])) for array in (row.steps, row.sums)
+        )
+        # Without offsets the sum counts as zero, and the scales stand for them.
+        added = self._wide(builder.select(has_offsets, total_of_inputs, ir.FloatType()(0.0)))
+        offsets = builder.gep(factors, [builder.select(has_offsets, INDEX(VECTORS), INDEX(0))])
+        for number, total in enumerate(row.totals):
             product = self._joined([builder.load(chains[number]) for chains in row.chains])
-            scale = self._load(factors, number)
-            offset = self._load(builder.gep(factors, [first_offset]), number)
-            whole = self._fma(product, scale, builder.fmul(offset, added))
-            total = self._fma(whole, step, builder.load(row.totals[number]))
-            builder.store(total, row.totals[number])
-
-    def _sum_of(self, row: _Row, span: Any, digit: int) -> Any:
-        first = self._builder.mul(span, INDEX(len(row.chains)))
-        at = self._builder.add(first, INDEX(digit))
-        return self._builder.load(self._builder.gep(row.sums, [at]))
+            scale = builder.fmul(self._load(factors, number), self._wide(step))
+            whole = self._fma(product, scale, builder.load(total))
+            builder.store(self._fma(self._load(offsets, number), added, whole), total)
 
     def _add_words(self, rows: list[_Row], codes: list[Any], at: Any) -> None:
         """Adds the products of word number `at` of each digit of the rows."""
@@ -385,7 +398,7 @@ def _multiply_digits(
         return None
     bits = 8 if codes.dtype == types.int8 else 4
     num_digits = 2 if like.dtype == types.uint16 else 3
-    arrays = (*rows.types[:3], codes, factors, out)
+    arrays = (*rows.types[:4], codes, factors, out)
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         dots = _Dots(builder, bits)
@@ -394,21 +407,21 @@ def _multiply_digits(
             context.make_array(kind)(context, builder, arg)
             for kind, arg in zip(arrays, (*of_rows, *args[2:5]), strict=True)
         ]
-        kinds = (WORD, ir.FloatType(), WORD, INT32X16, FLOAT32X16, FLOAT32X16)
-        first_digit, first_step, first_sum, packed, first_factor, target = (
+        kinds = (WORD, WORD, ir.FloatType(), ir.FloatType(), INT32X16, FLOAT32X16, FLOAT32X16)
+        *of_digits, packed, first_factor, target = (
             builder.bitcast(value.data, kind.as_pointer())
             for value, kind in zip(values, kinds, strict=True)
         )
         num_in = cgutils.unpack_tuple(builder, values[0].shape)[2]
-        num_spans = cgutils.unpack_tuple(builder, values[1].shape)[1]
+        num_spans = cgutils.unpack_tuple(builder, values[2].shape)[1]
         num_groups = builder.udiv(num_in, width)
-        num_vectors = builder.udiv(values[4].nitems, INDEX(LANES))
+        num_vectors = builder.udiv(values[-2].nitems, INDEX(LANES))
         per_group = [builder.udiv(count, num_groups) for count in (num_spans, num_vectors)]
         spans = _Spans(num_groups, width, *per_group)
         # Missing rows repeat the last one: it is computed and stored again.
-        last = builder.sub(builder.udiv(values[5].nitems, INDEX(OUTPUTS)), INDEX(1))
+        last = builder.sub(builder.udiv(values[-1].nitems, INDEX(OUTPUTS)), INDEX(1))
         numbers = [minimum(builder, INDEX(row), last) for row in range(size.literal_value)]
-        places = [first_digit, first_step, first_sum, target]
+        places = [*of_digits, target]
         own = [dots.row(number, places, [num_digits, num_in, num_spans]) for number in numbers]
         with cgutils.for_range(builder, num_groups, intp=INDEX) as loop:
             dots.add_group(own, packed, first_factor, spans, loop.index)
