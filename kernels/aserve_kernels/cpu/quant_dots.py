@@ -221,17 +221,14 @@ def multiply_digits(
     most `size` rows, which is a literal.
     """
     digits, _, steps, _, group = rows
-    num_in, per_group = digits.shape[2], -(-group // SPAN)
-    weights = unpack_codes(codes, num_in).astype(np.float32)
-    by_group = factors.reshape(num_in // group, -1, OUTPUTS)
+    inputs = np.arange(digits.shape[2])
+    of_group, span = inputs // group, inputs // group * spans_of(group) + inputs % group // SPAN
+    by_group = factors.reshape(len(inputs) // group, -1, OUTPUTS)[of_group]
+    weights = by_group[:, 0] * unpack_codes(codes, len(inputs)).T + by_group[:, 1:].sum(axis=1)
     places = 256.0 ** np.arange(digits.shape[1] - 1, -1, -1)
     for row in range(len(out) // OUTPUTS):
-        numbers = places @ digits[row]
-        for i in range(num_in):
-            of_group = by_group[i // group]
-            column = of_group[0] * weights[:, i] + of_group[1:].sum(axis=0)
-            step = steps[row, i // group * per_group + i % group // SPAN]
-            out[row * OUTPUTS : (row + 1) * OUTPUTS] += (numbers[i] * step * column).astype("f4")
+        values = places @ digits[row] * steps[row, span]
+        out[row * OUTPUTS : (row + 1) * OUTPUTS] += (values @ weights).astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
