@@ -58,8 +58,9 @@ def load_odd(source: Floats, start: int) -> Lanes:
 
 
 def _every_other(source: Floats, start: int) -> Lanes:
+    chosen: Floats = source[start : start + PAIRS - 1 : 2].copy()
     lanes = np.empty(LANES, np.float32)
-    widen(np.ascontiguousarray(source[start : start + PAIRS - 1 : 2]), lanes)
+    widen(chosen, lanes)
     return lanes
 
 
