@@ -52,6 +52,27 @@ def test_threads_spinning_and_the_kernel_cache_are_set_before_the_libraries(tmp_
     assert prepared(None, GOMP_SPINCOUNT="7", **environment) == ["3", "3", cache, "7"]
 
 
+HUGE = """
+import ctypes, re
+from aserve.host.environment import prepare_process
+prepare_process(1)
+import torch
+tensor = torch.zeros(16 << 20)
+address = tensor.data_ptr()
+for area in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", open("/proc/self/smaps").read(), flags=re.M):
+    bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+)", area)
+    if bounds and int(bounds[1], 16) <= address < int(bounds[2], 16):
+        print(" hg" in area.partition("VmFlags:")[2])
+"""
+
+
+@pytest.mark.slow
+def test_large_tensors_ask_for_huge_pages() -> None:
+    has_them = Path("/sys/kernel/mm/transparent_hugepage").exists()
+    assert run(HUGE).stdout.split() == [str(has_them)]
+    assert run(HUGE, THP_MEM_ALLOC_ENABLE="0").stdout.split() == ["False"]
+
+
 @pytest.mark.slow
 def test_a_new_cache_removes_those_that_no_start_used_for_a_month(tmp_path: Path) -> None:
     caches = tmp_path / "aserve"

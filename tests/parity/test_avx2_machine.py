@@ -17,6 +17,7 @@ REPOSITORY = Path(__file__).parents[2]
 PAGED = "tests/gpu/attention/test_cpu.py"
 TESTS = (
     *("tests/gpu/device/cpu/test_weights.py", "tests/gpu/layers/test_compiled.py"),
+    "tests/kernels/cpu/test_quant_linear.py",
     f"{PAGED}::test_every_shape_equals_the_reference",
     f"{PAGED}::test_every_kind_of_layer_equals_the_reference",
 )

@@ -2,10 +2,12 @@
 
     out = softmax(cap(scale * q k^T) + mask) v    a head's sink joins its softmax, without a value
 
-Keys and values are read through the page table, a tile at a time, and widened to float32. The query
-heads that share a KV head (grouped-query attention), of up to BLOCK queries and heads, share each
-tile; the softmax is online. Tiles lie at absolute positions, so a query's sums have the same order
-in every step. Work is divided among threads by row, block of queries and KV heads.
+Keys and values are read through the page table, a tile at a time. Those of bfloat16 are multiplied
+as they are stored where the processor has dot products of bfloat16, with queries rounded to it;
+others are widened to float32. The query heads that share a KV head (grouped-query attention), of up
+to BLOCK queries and heads, share each tile; the softmax is online. Tiles lie at absolute positions,
+so a query's sums have the same order in every step. Work is divided among threads by row, block of
+queries and KV heads.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ from torch import Tensor
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, numba_type, widen
 from aserve_kernels.cpu.exp2 import LOG2_E, power_of_two
+from aserve_kernels.cpu.gemm import HAS_AVX512_BF16
 from aserve_kernels.cpu.host_rows import NO_WINDOW, HostRows, Int64s
 from aserve_kernels.cpu.online_softmax import fold_log2, softmax_update
+from aserve_kernels.cpu.pair_rows import PAIRS, load_even, load_odd, pair_dot_products
 from aserve_kernels.cpu.precompile import FASTMATH, NO_REFCOUNT, cached_njit, compile_ahead
 from aserve_kernels.cpu.simd import (
     LANES,
@@ -160,7 +164,8 @@ def attend_share(
     vectors = np.zeros((2, heads * query_len * group_size * width), np.float32)
     softmax = np.empty((heads * query_len * group_size, 2), np.float32)
     tiles = np.zeros((2, tile_len(width) * width), np.float32)
-    scores, slots = np.empty(TILE, np.float32), np.empty(TILE, np.int64)
+    pairs = np.empty(vectors.shape[1], keys.dtype)
+    scores, slots = np.empty(TILE, np.float32), np.empty((2, TILE), np.int64)
     unit = 0
     for r in range(rows.shape[0]):
         for first in range(0, query_lens[r], query_len):
@@ -176,7 +181,7 @@ def attend_share(
                     page_table[rows[r]], page_size,
                     lens[r] - query_lens[r] + first, head, min(head + heads, num_kv_heads),
                     window, factor, cap, sinks, value_scale,
-                    vectors, softmax, tiles, scores, slots,
+                    vectors, pairs, softmax, tiles, scores, slots,
                 )  # fmt: skip
 
 
@@ -199,28 +204,32 @@ def _attend_block(
     q: Float32s, keys: Floats, values: Floats, out: Floats, pages: Int64s, page_size: int,
     position: int, first_head: int, last_head: int,
     window: int, factor: np.float32, cap: np.float32, sinks: Float32s, value_scale: np.float32,
-    vectors: Float32s, softmax: Float32s, tiles: Float32s, scores: Float32s, slots: Int64s,
+    vectors: Float32s, pairs: Floats, softmax: Float32s, tiles: Float32s, scores: Float32s,
+    slots: Int64s,
 ) -> None:  # fmt: skip
     """Attends q [queries, heads, head_dim], at positions from `position` on, for the KV heads
     first_head..last_head, and writes out [queries, heads, head_dim].
 
     A query row is one query of one head. Scratch memory: `vectors` for the query rows and their
-    outputs, `softmax` for [row_max, row_sum] of each, `tiles` for a tile of keys and one of values.
+    outputs, `pairs` for query rows in the dtype of KV, `softmax` for [row_max, row_sum] of each,
+    `tiles` for a tile of keys and one of values, `slots` for those of a tile and the places of a
+    head there.
     """
     num_queries, head_dim = q.shape[0], q.shape[2]
     group_size = q.shape[1] // keys.shape[1]
     queries, outputs = vectors[0], vectors[1]
     tile_keys, tile_values = tiles[0], tiles[1]
+    all_keys, all_values, places = keys.reshape(-1), values.reshape(-1), slots[1]
+    is_paired = HAS_AVX512_BF16 and keys.itemsize == 2 and head_dim % PAIRS == 0
     width = padded_width(keys)
     tile_size = tile_len(width)
     num_query_rows = (last_head - first_head) * num_queries * group_size
     for query_row in range(num_query_rows):
         query = query_row // group_size % num_queries
         head = first_head + query_row // (group_size * num_queries)
-        widen(
-            q[query, head * group_size + query_row % group_size],
-            queries[query_row * width : query_row * width + head_dim],
-        )
+        own = queries[query_row * width : query_row * width + head_dim]
+        widen(q[query, head * group_size + query_row % group_size], own)
+        narrow(own, pairs[query_row * width : query_row * width + head_dim])
         for d in range(query_row * width, query_row * width + width):
             queries[d] *= factor
             outputs[d] = np.float32(0)
@@ -234,14 +243,17 @@ def _attend_block(
     for tile in range(start, stop, tile_size):
         size = min(tile_size, stop - tile)
         for j in range(size):
-            slots[j] = pages[column] * page_size + offset
+            slots[0, j] = pages[column] * page_size + offset
             offset += 1
             if offset == page_size:
                 offset = 0
                 column += 1
         for head in range(first_head, last_head):
-            widen_tile(keys, slots, size, head, tile_keys, width)
-            widen_tile(values, slots, size, head, tile_values, width)
+            if is_paired:
+                find_places(keys, values, slots[0], size, head, places)
+            else:
+                widen_tile(keys, slots[0], size, head, tile_keys, width)
+                widen_tile(values, slots[0], size, head, tile_values, width)
             first_query_row = (head - first_head) * num_queries * group_size
             for i in range(num_queries * group_size):
                 query_position = position + i // group_size
@@ -249,11 +261,17 @@ def _attend_block(
                 high = min(size, query_position + 1 - tile)
                 if low < high:
                     query_row = first_query_row + i
-                    score(queries, query_row * width, width, tile_keys, low, high, scores)
-                    rescale = softmax_update(scores, low, high, cap, softmax, query_row)
-                    add_values(
-                        scores, low, high, tile_values, rescale, outputs, query_row * width, width
-                    )
+                    at = query_row * width
+                    if is_paired:
+                        score_pairs(pairs, at, width, all_keys, places, low, high, factor, scores)
+                        rescale = softmax_update(scores, low, high, cap, softmax, query_row)
+                        add_pairs(
+                            scores, low, high, all_values, places, rescale, outputs, at, width
+                        )
+                    else:
+                        score(queries, at, width, tile_keys, low, high, scores)
+                        rescale = softmax_update(scores, low, high, cap, softmax, query_row)
+                        add_values(scores, low, high, tile_values, rescale, outputs, at, width)
     for query_row in range(num_query_rows):
         query = query_row // group_size % num_queries
         head = first_head + query_row // (group_size * num_queries)
@@ -265,10 +283,11 @@ def _attend_block(
         scale = value_scale * rescale / (softmax[query_row, 1] * rescale + sink)
         for d in range(query_row * width, query_row * width + width):
             outputs[d] *= scale
-        narrow(
-            outputs[query_row * width : query_row * width + head_dim],
-            out[query, own_head],
-        )
+        own = outputs[query_row * width : query_row * width + head_dim]
+        if is_paired:
+            order_pairs(own, queries[:head_dim])
+            own = queries[:head_dim]
+        narrow(own, out[query, own_head])
 
 
 @njit(nogil=True, **NO_REFCOUNT)
@@ -328,3 +347,65 @@ def add_values(
         one = splat(np.float32(1))
         store(fma(a, c, one), outputs, start + i)
         store(fma(b, d, one), outputs, start + i + LANES)
+
+
+@njit(inline="always")
+def find_places(
+    keys: Floats, values: Floats, slots: Int64s, size: int, head: int, places: Int64s
+) -> None:
+    """Writes where this head of the slots begins in flat KV; up to the next multiple of 16, places
+    repeat the last one."""
+    num_heads, head_dim = keys.shape[1], keys.shape[2]
+    all_keys, all_values = keys.reshape(-1), values.reshape(-1)
+    for j in range(-(-size // LANES) * LANES):
+        start = (slots[min(j, size - 1)] * num_heads + head) * head_dim
+        places[j] = start
+        # PERF: as in `widen_tile`.
+        for d in range(head_dim, 2 * head_dim, PAIRS):
+            prefetch(all_keys, start + d)
+            prefetch(all_values, start + d)
+
+
+@njit(inline="always")
+def score_pairs(
+    queries: Floats, start: int, width: int, keys: Floats, places: Int64s, low: int, high: int,
+    factor: np.float32, scores: Float32s,
+) -> None:  # fmt: skip
+    """scores[low:high] = factor * q k^T, as `score` does it."""
+    for j in range(low // LANES * LANES, high, LANES):
+        products = pair_dot_products(queries, start, keys, places, j, width)
+        store(fma(zeros(), products, splat(factor)), scores, j)
+
+
+@njit(inline="always")
+def add_pairs(
+    weights: Float32s, low: int, high: int, values: Floats, places: Int64s,
+    rescale: np.float32, outputs: Float32s, start: int, width: int,
+) -> None:  # fmt: skip
+    """Does what `add_values` does. Of each 32 elements of the output, the even ones come first."""
+    for i in range(0, width, PAIRS):
+        a = fma(zeros(), load(outputs, start + i), splat(rescale))
+        b = fma(zeros(), load(outputs, start + i + LANES), splat(rescale))
+        c, d = zeros(), zeros()
+        for j in range(low, high - 1, 2):
+            even, odd = splat(weights[j]), splat(weights[j + 1])
+            value, next_value = places[j] + i, places[j + 1] + i
+            a = fma(a, even, load_even(values, value))
+            b = fma(b, even, load_odd(values, value))
+            c = fma(c, odd, load_even(values, next_value))
+            d = fma(d, odd, load_odd(values, next_value))
+        if (high - low) % 2:
+            last, value = splat(weights[high - 1]), places[high - 1] + i
+            a = fma(a, last, load_even(values, value))
+            b = fma(b, last, load_odd(values, value))
+        one = splat(np.float32(1))
+        store(fma(a, c, one), outputs, start + i)
+        store(fma(b, d, one), outputs, start + i + LANES)
+
+
+@njit(inline="always")
+def order_pairs(x: Float32s, target: Float32s) -> None:
+    """Brings the elements of an output of `add_pairs` into their order."""
+    for i in range(0, x.shape[0], PAIRS):
+        for k in range(LANES):
+            target[i + 2 * k], target[i + 2 * k + 1] = x[i + k], x[i + LANES + k]

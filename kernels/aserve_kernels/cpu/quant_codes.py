@@ -1,387 +1,135 @@
-"""Tiles of weights with 8 or 4 bits: how they are packed, and the instructions that decode them.
+"""How weights of 8 and 4 bits are packed for products on the CPU.
 
     W[o, i] = scales[o, g] * code[o, i] + offsets[o, g],  g = i // group
 
-A block has 32 outputs, as in gemm. 8 bits are packed as int8 [blocks, in / 2, 2 vectors, 2 inputs,
-16 outputs]. 4 bits, whose codes are -8 to 7, are packed as int32 [blocks, in / 8, 2 vectors, 16
-outputs]: bits 4 k of a word have input 2 k, and bits 16 + 4 k input 2 k + 1. So a half word, looked
-up in a table of 16 bfloat16, gives the pairs that the bfloat16 dot product takes.
+A block has 32 outputs, as in gemm: two vectors of 16. The order within a block is that of the
+product which the processor runs:
 
-The plain functions run with NUMBA_DISABLE_JIT=1; compiled code takes the overloads.
+dot products of integers (quant_dots.py): 32-bit words [blocks, words of inputs, 2 vectors, 16
+outputs], codes without a sign. A word of 8 bits has 4 inputs, a byte each, with 128 added. One of 4
+bits has 8, with 8 added: byte k has input k in its lower half, and input 4 + k in its upper one.
+
+products in floating point (quant_floats.py): 8 bits are int8 [blocks, in / 2, 2 vectors, 2 inputs,
+16 outputs]. 4 bits are 32-bit words [blocks, in / 8, 2 vectors, 16 outputs], with 8 added: bits 4 k
+of a word have input 2 k, and bits 16 + 4 k input 2 k + 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic, overload
 from torch import Tensor
+from torch.nn import functional
 
-from aserve_kernels.cpu.bf16 import Float32s, Floats, narrow, widen
-from aserve_kernels.cpu.gemm import HAS_AVX512_BF16, OUTPUTS, VECTORS, TileEmitter, minimum
-from aserve_kernels.cpu.simd import FLOAT32X16, INDEX, INT32X16, LANES, Intrinsic
+from aserve_kernels.cpu.bf16 import Float32s
+from aserve_kernels.cpu.gemm import FEATURES, OUTPUTS, VECTORS
+from aserve_kernels.cpu.simd import LANES
 
 Codes: TypeAlias = npt.NDArray[np.int8] | npt.NDArray[np.int32]
 
+HAS_DOTS = "+avx512vnni" in FEATURES.split(",")
 CODES_PER_WORD = 8  # of 4 bits
-SMALLEST = -8  # code of 4 bits
-INT8X16 = ir.VectorType(ir.IntType(8), LANES)
-INT16X32 = ir.VectorType(ir.IntType(16), 2 * LANES)
-# Sums of a vector of outputs that take turns. PERF: one alone would wait for itself with 4 bits.
-NUM_SUMS = {8: 1, 4: 2}
-PERMUTE = "llvm.x86.avx512.permvar.hi.512"
+BYTES_PER_WORD = 4
+ZEROS = {8: 128, 4: 8}  # added to codes, so that they have no sign
+
+
+class QuantWeight(NamedTuple):
+    """A packed weight. Outputs are padded to whole blocks, and inputs to whole groups, by zeros."""
+
+    codes: Codes  # flat; int8 for 8 bits, int32 for 4
+    factors: Float32s  # [blocks * groups * 1 or 2 * 32]: scales, and offsets unless all are zero
+    bias: Float32s  # [out], zeros for no bias
+    num_in: int  # of the layer
+    group: int  # inputs that share a scale
+    per_group: int  # 2 with offsets, else 1
+
+    @property
+    def bits(self) -> int:
+        return 8 if self.codes.dtype == np.int8 else 4
+
+    @property
+    def num_groups(self) -> int:
+        return -(-self.num_in // self.group)
+
+
+def pack_quantized(
+    codes: Tensor, scales: Tensor, offsets: Tensor, bias: Tensor | None, *, bits: int
+) -> QuantWeight:
+    """codes int8 [out, in], scales [out, groups], offsets [out, groups], or [out, 0] if all are
+    zero, bias [out]. A group has in / groups inputs; if it is alone, any number."""
+    num_out, num_in = codes.shape
+    num_groups = scales.shape[1]
+    group = -(-num_in // num_groups // 8) * 8 if num_groups == 1 else num_in // num_groups
+    rows = -num_out // OUTPUTS * -OUTPUTS - num_out
+    padded = functional.pad(codes, (0, group * num_groups - num_in, 0, rows))
+
+    both = torch.stack([scales, offsets] if offsets.numel() else [scales], dim=2).float()
+    blocks = functional.pad(both, (0, 0, 0, 0, 0, rows)).unflatten(0, (-1, OUTPUTS))
+    return QuantWeight(
+        pack_codes(padded, bits),
+        blocks.permute(0, 2, 3, 1).contiguous().flatten().numpy(),
+        (torch.zeros(num_out) if bias is None else bias.float()).numpy(),
+        num_in,
+        group,
+        both.shape[2],
+    )
+
+
+def dequantized(weight: QuantWeight) -> Tensor:
+    """Returns the weight as float32 [out, in]."""
+    num_in = weight.group * weight.num_groups
+    by_block = torch.from_numpy(weight.factors).view(
+        -1, weight.num_groups, weight.per_group, OUTPUTS
+    )
+    factors = by_block.permute(2, 0, 3, 1).flatten(1, 2).repeat_interleave(weight.group, dim=2)
+    whole = torch.from_numpy(unpack_codes(weight.codes, num_in)) * factors[0]
+    if weight.per_group == 2:
+        whole += factors[1]
+    return whole[: len(weight.bias), : weight.num_in]
 
 
 def pack_codes(codes: Tensor, bits: int) -> Codes:
-    """codes int8 [out, in], `out` a multiple of 32 and `in` of 2 (8 bits) or 8 (4 bits) -> packed,
-    flat."""
-    blocks = codes.view(-1, VECTORS, LANES, codes.shape[1])
+    """codes int8 [out, in], `out` a multiple of 32 and `in` of 8 -> packed, flat."""
+    by_output = codes.view(-1, VECTORS, LANES, codes.shape[1])
     if bits == 8:
-        pairs = blocks.unflatten(3, (-1, 2)).permute(0, 3, 1, 4, 2)
-        packed: Codes = pairs.contiguous().flatten().numpy()
-        return packed
-    digits = (
-        (blocks - SMALLEST).unflatten(3, (-1, CODES_PER_WORD // 2, 2)).permute(0, 3, 1, 2, 5, 4)
-    )
-    shifts = 4 * torch.arange(CODES_PER_WORD).view(2, CODES_PER_WORD // 2)
-    words = (digits.to(torch.int64) << shifts).sum(dim=(4, 5))
-    flat: Codes = words.to(torch.int32).contiguous().flatten().numpy()
+        packed = _ordered_bytes(by_output)
+    else:
+        digits = by_output + ZEROS[4]
+        shifts = torch.tensor(_shifts_of_4_bits())
+        words = (digits.unflatten(3, (-1, CODES_PER_WORD)).to(torch.int64) << shifts).sum(dim=4)
+        packed = words.permute(0, 3, 1, 2).to(torch.int32)
+    flat: Codes = packed.contiguous().flatten().numpy()
     return flat
+
+
+def _ordered_bytes(by_output: Tensor) -> Tensor:
+    """[blocks, 2 vectors, 16 outputs, in] -> codes of 8 bits in the order of the product."""
+    if HAS_DOTS:
+        words = by_output.unflatten(3, (-1, BYTES_PER_WORD)).permute(0, 3, 1, 2, 4)
+        return words.contiguous().view(torch.uint8).bitwise_xor(ZEROS[8]).view(torch.int8)
+    return by_output.unflatten(3, (-1, 2)).permute(0, 3, 1, 4, 2)
+
+
+def _shifts_of_4_bits() -> list[int]:
+    """Returns the bit at which each input of a word begins."""
+    if HAS_DOTS:
+        return [8 * (i % BYTES_PER_WORD) + 4 * (i // BYTES_PER_WORD) for i in range(CODES_PER_WORD)]
+    return [16 * (i % 2) + 4 * (i // 2) for i in range(CODES_PER_WORD)]
 
 
 def unpack_codes(packed: Codes, num_in: int) -> npt.NDArray[np.int8]:
     """Returns the codes, int8 [out, in]."""
+    if packed.dtype == np.int8 and HAS_DOTS:
+        words = packed.reshape(-1, num_in // BYTES_PER_WORD, VECTORS, LANES, BYTES_PER_WORD)
+        codes: npt.NDArray[np.int8] = (words.view(np.uint8) ^ np.uint8(ZEROS[8])).view(np.int8)
+        return codes.transpose(0, 2, 3, 1, 4).reshape(-1, num_in)
     if packed.dtype == np.int8:
         pairs = packed.reshape(-1, num_in // 2, VECTORS, 2, LANES)
         return pairs.transpose(0, 2, 4, 1, 3).reshape(-1, num_in).view(np.int8)
     words = packed.reshape(-1, num_in // CODES_PER_WORD, VECTORS, LANES)
-    shifts = np.array([16 * (i % 2) + 4 * (i // 2) for i in range(CODES_PER_WORD)])
-    digits = (words[..., None] >> shifts) & 15
-    codes: npt.NDArray[np.int8] = (digits + SMALLEST).astype(np.int8)
+    digits = (words[..., None] >> np.array(_shifts_of_4_bits())) & 15
+    codes = (digits - ZEROS[4]).astype(np.int8)
     return codes.transpose(0, 2, 3, 1, 4).reshape(-1, num_in)
-
-
-def multiply_codes(
-    x: Floats, codes: Codes, factors: Float32s, sums: Float32s, out: Float32s, size: int
-) -> None:
-    """Adds the products of 1 to `size` contiguous rows with a block of outputs to a tile.
-
-    codes are those of the block, and factors [groups, 1 or 2, 32] its scales and offsets. Without
-    offsets `sums` is empty, else sums [rows, groups] has the sum of each group of x. out
-    [rows, 32], at most `size` rows, which is a literal. All arrays are flat.
-    """
-    num_rows = len(out) // OUTPUTS
-    by_group = factors.reshape(-1, 2 if len(sums) else 1, OUTPUTS)
-    num_groups = len(by_group)
-    num_in = len(codes) * (1 if codes.dtype == np.int8 else CODES_PER_WORD) // OUTPUTS
-    weights = unpack_codes(codes, num_in).astype(np.float32).reshape(OUTPUTS, num_groups, -1)
-    row = np.empty(num_in, np.float32)
-    for number in range(num_rows):
-        widen(x[number * num_in : (number + 1) * num_in], row)
-        products = (weights * row.reshape(num_groups, -1)).sum(axis=2)
-        tile = out[number * OUTPUTS : (number + 1) * OUTPUTS]
-        tile += (products * by_group[:, 0].T).sum(axis=1)
-        if len(sums):
-            tile += by_group[:, 1].T @ sums[number * num_groups : (number + 1) * num_groups]
-
-
-def decode_group(codes: Codes, factors: Float32s, target: Floats) -> None:
-    """Writes the weights of a group and block as gemm packs them, rounded to the dtype of `target`.
-    factors [64] has the scales and the offsets."""
-    num_in = len(target) // OUTPUTS
-    scales, offsets = factors[:OUTPUTS, None], factors[OUTPUTS:, None]
-    weights = unpack_codes(codes, num_in) * scales + offsets  # [32, in]
-    pair = 2 if target.dtype == np.uint16 else 1
-    by_pair = weights.reshape(OUTPUTS, num_in // pair, pair).transpose(1, 0, 2)
-    narrow(np.ascontiguousarray(by_pair, np.float32).reshape(-1), target)
-
-
-@dataclass(frozen=True, slots=True)
-class _Tile:
-    """The rows of a tile: their numbers, where their inputs and results are, and the variables of
-    each vector of outputs: its total, and the sums of the products of a group."""
-
-    rows: list[Any]
-    sources: list[Any]
-    targets: list[Any]
-    totals: list[list[Any]]
-    chains: list[list[list[Any]]]
-
-
-class _Decoder(TileEmitter):
-    """Emits the instructions that turn packed codes into operands of products: for each vector of
-    outputs a pair of bfloat16, or two vectors of float32."""
-
-    __slots__ = ("_bits", "_has_pairs", "num_pairs")
-
-    def __init__(self, builder: Any, is_paired: bool, bits: int) -> None:
-        super().__init__(builder, is_paired)
-        self._bits = bits
-        self._has_pairs = is_paired and HAS_AVX512_BF16  # bfloat16 has the codes exactly
-        self.num_pairs = 1 if bits == 8 else CODES_PER_WORD // 2  # of inputs, in a step
-
-    def _chains(self) -> list[Any]:
-        zero = ir.Constant(FLOAT32X16, [0.0] * LANES)
-        count = NUM_SUMS[self._bits]
-        return [cgutils.alloca_once_value(self._builder, zero) for _ in range(count)]
-
-    def step(self, codes: Any, step: Any) -> Iterator[list[Any]]:
-        """Yields the operands of each pair of inputs."""
-        if not self._has_pairs:
-            yield from self.floats(codes, step)
-        elif self._bits == 8:
-            for halves in self.floats(codes, step):
-                yield [self._joined(*both) for both in halves]
-        else:
-            loaded = self._loaded(codes, step)
-            for pair in range(self.num_pairs):
-                yield [self._looked_up(words, pair) for words in loaded]
-
-    def floats(self, codes: Any, step: Any) -> Iterator[list[Any]]:
-        """Yields the codes of each pair of inputs: two vectors of float32 for each vector of
-        outputs."""
-        loaded = self._loaded(codes, step)
-        if self._bits == 8:
-            wide = [self._builder.sitofp(each, FLOAT32X16) for each in loaded]
-            yield [(wide[2 * vector], wide[2 * vector + 1]) for vector in range(VECTORS)]
-            return
-        for pair in range(self.num_pairs):
-            yield [
-                (self._digit(words, 4 * pair), self._digit(words, 16 + 4 * pair))
-                for words in loaded
-            ]
-
-    def add_pair(self, chains: list[Any], source: Any, at: Any, operands: list[Any]) -> None:
-        """Adds the products of pair number `at` of a row to the sums of its vectors."""
-        builder = self._builder
-        values = self._values(source, at)
-        for chain, operand in zip(chains, operands, strict=True):
-            total = builder.load(chain)
-            if self._has_pairs:
-                total = self._add_product(total, values[0], operand)
-            else:
-                for value, half in zip(values, operand, strict=True):
-                    total = self._fma(value, half, total)
-            builder.store(total, chain)
-
-    def write_pair(self, operands: Any, factors: Any, target: Any, at: Any) -> None:
-        """Writes scale * code + offset of pair number `at` as gemm packs weights."""
-        builder = self._builder
-        first = builder.mul(at, INDEX(VECTORS if self._is_paired else 2 * VECTORS))
-        for number, halves in enumerate(operands):
-            scale, offset = (self._load(factors, i) for i in (number, VECTORS + number))
-            wide = [self._fma(half, scale, offset) for half in halves]
-            places = [number] if self._is_paired else [number, VECTORS + number]
-            for place, value in zip(places, self._narrowed(wide), strict=True):
-                address = builder.gep(target, [builder.add(first, INDEX(place))])
-                builder.store(value, address, align=2)
-
-    def _narrowed(self, halves: list[Any]) -> list[Any]:
-        """Rounds to bfloat16, in pairs, if that is the dtype; a tie rounds up."""
-        if not self._is_paired:
-            return halves
-        builder = self._builder
-        rounding = ir.Constant(INT32X16, [1 << 15] * LANES)
-        low, high = (builder.add(builder.bitcast(half, INT32X16), rounding) for half in halves)
-        upper = ir.Constant(INT32X16, [0xFFFF0000] * LANES)
-        return [builder.or_(self._halved(low), builder.and_(high, upper))]
-
-    def _values(self, source: Any, at: Any) -> list[Any]:
-        """Returns a pair of inputs for all lanes, as the operand is."""
-        builder = self._builder
-        if self._is_paired:
-            word = self._splat(builder.load(builder.gep(source, [at]), align=2))
-            return [word] if self._has_pairs else [self._low(word), self._high(word)]
-        places = [builder.add(builder.mul(at, INDEX(2)), INDEX(half)) for half in range(2)]
-        return [self._splat(builder.load(builder.gep(source, [at]), align=4)) for at in places]
-
-    def _loaded(self, codes: Any, step: Any) -> list[Any]:
-        vector, count = (INT8X16, 2 * VECTORS) if self._bits == 8 else (INT32X16, VECTORS)
-        first = self._builder.bitcast(codes, vector.as_pointer())
-        start = self._builder.gep(first, [self._builder.mul(step, INDEX(count))])
-        return [
-            self._builder.load(self._builder.gep(start, [INDEX(i)]), align=1) for i in range(count)
-        ]
-
-    def _joined(self, even: Any, odd: Any) -> Any:
-        """Joins floats whose lower 16 bits are zeros, as those of such codes are."""
-        low, high = (self._builder.bitcast(half, INT32X16) for half in (even, odd))
-        return self._builder.or_(self._halved(low), high)
-
-    def _halved(self, words: Any) -> Any:
-        return self._builder.lshr(words, ir.Constant(INT32X16, [16] * LANES))
-
-    def _fma(self, left: Any, right: Any, total: Any) -> Any:
-        return self._call(f"llvm.fmuladd.v{LANES}f32", left, right, total)
-
-    def _digit(self, words: Any, shift: int) -> Any:
-        builder = self._builder
-        shifted = builder.lshr(words, ir.Constant(INT32X16, [shift] * LANES))
-        masked = builder.and_(shifted, ir.Constant(INT32X16, [15] * LANES))
-        code = builder.add(masked, ir.Constant(INT32X16, [SMALLEST] * LANES))
-        return builder.sitofp(code, FLOAT32X16)
-
-    def _looked_up(self, words: Any, pair: int) -> Any:
-        """An index has 5 bits, of which the upper one belongs to the next code, so the table has
-        every value twice."""
-        builder = self._builder
-        shift = ir.Constant(INT16X32, [4 * pair] * 2 * LANES)
-        indices = builder.lshr(builder.bitcast(words, INT16X32), shift)
-        values = np.arange(SMALLEST, SMALLEST + 16, dtype=np.float32).view(np.uint32) >> 16
-        table = ir.Constant(INT16X32, [int(value) for value in values] * 2)
-        kind = ir.FunctionType(INT16X32, [INT16X32, INT16X32])
-        permute = cgutils.get_or_insert_function(builder.module, kind, PERMUTE)
-        return builder.bitcast(builder.call(permute, [table, indices]), INT32X16)
-
-    def tile(self, rows: list[Any], inputs: Any, stride: Any, out: Any) -> _Tile:
-        """Returns the variables of a tile: `rows` of x, `stride` scalars each, and of `out`."""
-        builder = self._builder
-        targets = [builder.gep(out, [builder.mul(row, INDEX(VECTORS))]) for row in rows]
-        return _Tile(
-            rows,
-            sources=[builder.gep(inputs, [builder.mul(row, stride)]) for row in rows],
-            targets=targets,
-            totals=[
-                [cgutils.alloca_once_value(builder, self._load(target, i)) for i in range(VECTORS)]
-                for target in targets
-            ],
-            chains=[[self._chains() for _ in range(VECTORS)] for _ in rows],
-        )
-
-    def add_step(self, tile: _Tile, codes: Any, step: Any) -> None:
-        """Adds the products of a step to the chains."""
-        builder = self._builder
-        for pair, operands in enumerate(self.step(codes, step)):
-            at = builder.add(builder.mul(step, INDEX(self.num_pairs)), INDEX(pair))
-            for row_chains, source in zip(tile.chains, tile.sources, strict=True):
-                own = [chains[pair % len(chains)] for chains in row_chains]
-                self.add_pair(own, source, at, operands)
-
-    def finish_group(self, tile: _Tile, scales: Any) -> None:
-        """Adds the scaled sums of a group to the totals, and makes the chains zero again."""
-        builder, zero = self._builder, ir.Constant(FLOAT32X16, [0.0] * LANES)
-        for number in range(VECTORS):
-            scale = self._load(scales, number)
-            for totals, row_chains in zip(tile.totals, tile.chains, strict=True):
-                first, *others = row_chains[number]
-                whole = builder.load(first)
-                for chain in others:
-                    whole = builder.fadd(whole, builder.load(chain))
-                total = totals[number]
-                builder.store(self._fma(whole, scale, builder.load(total)), total)
-                for chain in row_chains[number]:
-                    builder.store(zero, chain)
-
-    def add_offsets(self, tile: _Tile, offsets: Any, sums: Any, group: Any, count: Any) -> None:
-        """Adds the offsets of a group, one of `count`, times the sums of its inputs."""
-        builder = self._builder
-        for row, totals in zip(tile.rows, tile.totals, strict=True):
-            at = builder.add(builder.mul(row, count), group)
-            value = builder.load(builder.gep(sums, [at]), align=4)
-            wide = builder.bitcast(self._splat(value), FLOAT32X16)
-            for number, total in enumerate(totals):
-                product = self._fma(wide, self._load(offsets, number), builder.load(total))
-                builder.store(product, total)
-
-
-def _pointer(context: Any, builder: Any, kind: Any, value: Any, element: ir.Type) -> Any:
-    return builder.bitcast(
-        context.make_array(kind)(context, builder, value).data, element.as_pointer()
-    )
-
-
-def _length(context: Any, builder: Any, kind: Any, value: Any) -> Any:
-    return context.make_array(kind)(context, builder, value).nitems
-
-
-def _num_steps(context: Any, builder: Any, codes: Any, value: Any) -> Any:
-    """Returns how many steps the codes take: of 64 bytes (8 bits) or of 128 (4 bits)."""
-    num_codes = _length(context, builder, codes, value)
-    return builder.udiv(num_codes, INDEX(2 * OUTPUTS if codes.dtype == types.int8 else OUTPUTS))
-
-
-@intrinsic(prefer_literal=True)
-def _multiply_codes(
-    typing: Any, x: Any, codes: Any, factors: Any, sums: Any, out: Any, size: Any
-) -> Intrinsic | None:
-    if not isinstance(size, types.IntegerLiteral):
-        return None
-    bits = 8 if codes.dtype == types.int8 else 4
-    is_paired = x.dtype == types.uint16
-    arrays = (x, codes, factors, sums, out)
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        decoder = _Decoder(builder, is_paired, bits)
-        kinds = (decoder.scalar, ir.IntType(8), FLOAT32X16, decoder.scalar, FLOAT32X16)
-        inputs, packed, first_factor, group_sums, target = (
-            _pointer(context, builder, array, arg, kind)
-            for array, arg, kind in zip(arrays, args, kinds, strict=False)
-        )
-        num_steps = _num_steps(context, builder, codes, args[1])
-        has_offsets = builder.icmp_unsigned(">", _length(context, builder, sums, args[3]), INDEX(0))
-        per_group = builder.select(has_offsets, INDEX(2 * VECTORS), INDEX(VECTORS))
-        num_vectors = builder.udiv(_length(context, builder, factors, args[2]), INDEX(LANES))
-        num_groups = builder.udiv(num_vectors, per_group)
-        steps = builder.udiv(num_steps, num_groups)  # of a group
-        stride = builder.mul(num_steps, INDEX(decoder.num_pairs * (1 if is_paired else 2)))
-        num_rows = builder.udiv(_length(context, builder, out, args[4]), INDEX(OUTPUTS))
-        last = builder.sub(num_rows, INDEX(1))
-        # Missing rows repeat the last one: it is computed and stored again.
-        rows = [minimum(builder, INDEX(row), last) for row in range(size.literal_value)]
-        tile = decoder.tile(rows, inputs, stride, target)
-        with cgutils.for_range(builder, num_groups, intp=INDEX) as groups:
-            first = builder.mul(groups.index, steps)
-            with cgutils.for_range(builder, steps, intp=INDEX) as loop:
-                decoder.add_step(tile, packed, builder.add(first, loop.index))
-            scales = builder.gep(first_factor, [builder.mul(groups.index, per_group)])
-            decoder.finish_group(tile, scales)
-            with builder.if_then(has_offsets):
-                offsets = builder.gep(scales, [INDEX(VECTORS)])
-                decoder.add_offsets(tile, offsets, group_sums, groups.index, num_groups)
-        for row_target, totals in zip(tile.targets, tile.totals, strict=True):
-            decoder.store(totals, row_target)
-        return context.get_dummy_value()
-
-    return types.void(*arrays, size), emit
-
-
-@intrinsic
-def _decode_group(typing: Any, codes: Any, factors: Any, target: Any) -> Intrinsic:
-    bits = 8 if codes.dtype == types.int8 else 4
-    is_paired = target.dtype == types.uint16
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        decoder = _Decoder(builder, is_paired, bits)
-        packed = _pointer(context, builder, codes, args[0], ir.IntType(8))
-        scales = _pointer(context, builder, factors, args[1], FLOAT32X16)
-        written = _pointer(context, builder, target, args[2], decoder.vector)
-        num_steps = _num_steps(context, builder, codes, args[0])
-        with cgutils.for_range(builder, num_steps, intp=INDEX) as loop:
-            for pair, operands in enumerate(decoder.floats(packed, loop.index)):
-                at = builder.add(builder.mul(loop.index, INDEX(decoder.num_pairs)), INDEX(pair))
-                decoder.write_pair(operands, scales, written, at)
-        return context.get_dummy_value()
-
-    return types.void(codes, factors, target), emit
-
-
-@overload(multiply_codes, strict=False, prefer_literal=True)
-def _overload_multiply_codes(
-    x: Any, codes: Any, factors: Any, sums: Any, out: Any, size: Any
-) -> Callable[..., None]:
-    return lambda x, codes, factors, sums, out, size: _multiply_codes(
-        x, codes, factors, sums, out, size
-    )
-
-
-@overload(decode_group, strict=False)
-def _overload_decode_group(codes: Any, factors: Any, target: Any) -> Callable[..., None]:
-    return lambda codes, factors, target: _decode_group(codes, factors, target)

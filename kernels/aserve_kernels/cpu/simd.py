@@ -215,12 +215,12 @@ def _dot_products(typing: Any, x: Any, start: Any, rows: Any, first: Any, width:
                 other = builder.load(builder.gep(row_start, [loop.index]), align=4)
                 total = _emit_fma(builder, part, other, builder.load(variable))
                 builder.store(total, variable)
-        return _emit_horizontal_sums(builder, [builder.load(variable) for variable in sums])
+        return horizontal_sums(builder, [builder.load(variable) for variable in sums])
 
     return LANES_TYPE(x, types.intp, rows, types.intp, types.intp), emit
 
 
-def _emit_horizontal_sums(builder: Any, vectors: list[Any]) -> Any:
+def horizontal_sums(builder: Any, vectors: list[Any]) -> Any:
     """Sums sixteen vectors horizontally at once: lane i of the result is the sum of vector i.
 
     A tree of 15 additions, each of two vectors that are first blended into each other; one by one,

@@ -8,7 +8,9 @@ import torch
 from numba import njit
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, narrow, widen
+from aserve_kernels.cpu.host_rows import Int64s
 from aserve_kernels.cpu.memory import array_at
+from aserve_kernels.cpu.pair_rows import load_even, load_odd, pair_dot_products
 from aserve_kernels.cpu.simd import LANES, load, maximum, reduce_max, store
 
 VALUES = torch.tensor(
@@ -55,3 +57,26 @@ def doubled(address: int, like: np.ndarray) -> float:
     table = array_at(address, (2, 3), like)
     table[1, 2] *= 2
     return table[1, 2]
+
+
+@njit()
+def multiplied(x: Floats, rows: Floats, starts: Int64s, target: Float32s) -> None:
+    store(pair_dot_products(x, 32, rows, starts, 1, 64), target, 0)
+
+
+@njit()
+def divided(rows: Floats, target: Float32s) -> None:
+    store(load_even(rows, 3), target, 0)
+    store(load_odd(rows, 3), target, LANES)
+
+
+def test_rows_of_bfloat16_are_multiplied_where_they_stand() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, rows = (torch.randn(n, generator=generator).bfloat16() for n in (96, 400))
+    starts, target = np.arange(20, 37, dtype=np.int64)[::-1].copy(), np.empty(2 * LANES, np.float32)
+    multiplied(x.view(torch.uint16).numpy(), rows.view(torch.uint16).numpy(), starts, target)
+    expected = [float(x[32:].float() @ rows[at : at + 64].float()) for at in starts[1:]]
+    np.testing.assert_allclose(target[:LANES], expected, rtol=1e-5, atol=1e-5)
+    divided(rows.view(torch.uint16).numpy(), target)
+    wide = rows[3:35].float().numpy()
+    assert target.tolist() == [*wide[::2].tolist(), *wide[1::2].tolist()]

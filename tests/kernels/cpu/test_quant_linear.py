@@ -5,15 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aserve_kernels.cpu.quant_linear import (
-    MAX_TILE_ROWS,
-    QuantWeight,
-    compile_quant_linear,
-    dequantized,
-    pack_quantized,
-    quant_linear,
-    quant_linear_ref,
-)
+from aserve_kernels.cpu.quant_codes import HAS_DOTS, QuantWeight, dequantized, pack_quantized
+from aserve_kernels.cpu.quant_floats import MAX_TILE_ROWS
+from aserve_kernels.cpu.quant_linear import compile_quant_linear, quant_linear, quant_linear_ref
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
 RANGES = {8: (-127, 128), 4: (-8, 8)}
@@ -79,10 +73,59 @@ def test_threads_share_a_product_and_change_no_bit(bits: int, num_tokens: int) -
 
 
 @pytest.mark.parametrize("bits", RANGES)
-def test_a_row_is_the_same_beside_few_others(bits: int) -> None:
+def test_a_row_is_the_same_beside_others(bits: int) -> None:
+    """Sums of integers do not depend on the number of rows; those of floats do beyond a tile."""
     compile_quant_linear(torch.bfloat16, bits=bits)
     packed, _ = drawn(bits, (70, 384, 3), has_offsets=True)
-    x = torch.randn((MAX_TILE_ROWS, 384), generator=torch.Generator().manual_seed(3)).bfloat16()
+    num_tokens = 300 if HAS_DOTS else MAX_TILE_ROWS
+    x = torch.randn((num_tokens, 384), generator=torch.Generator().manual_seed(3)).bfloat16()
     together = quant_linear(x, packed)
     for row in range(len(x)):
         assert torch.equal(quant_linear(x[row : row + 1], packed)[0], together[row])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("bits", RANGES)
+def test_a_large_input_hides_no_small_ones_of_other_spans(bits: int, dtype: torch.dtype) -> None:
+    """The weights of its own span are zero, so that only the others count."""
+    compile_quant_linear(dtype, bits=bits)
+    generator = torch.Generator().manual_seed(4)
+    codes = torch.randint(*RANGES[bits], (70, 384), generator=generator, dtype=torch.int8)
+    codes[:, 128:256] = 0
+    scales = torch.rand((70, 1), generator=generator)
+    packed = pack_quantized(codes, scales, scales[:, :0], None, bits=bits)
+    x = torch.randn((3, 384), generator=generator).to(dtype)
+    x[:, 200] = 2.0**20
+    expected = quant_linear_ref(x, packed)
+    limit = TOLERANCES[dtype] * float(expected.float().abs().max())
+    torch.testing.assert_close(
+        quant_linear(x, packed), expected, rtol=TOLERANCES[dtype], atol=limit
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 40])
+@pytest.mark.parametrize("bits", RANGES)
+def test_what_is_not_finite_spoils_its_own_row_alone(bits: int, num_tokens: int) -> None:
+    dtype = torch.bfloat16
+    compile_quant_linear(dtype, bits=bits)
+    packed, _ = drawn(bits, (70, 384, 3), has_offsets=True)
+    x = torch.randn((num_tokens, 384), generator=torch.Generator().manual_seed(5)).to(dtype)
+    expected = quant_linear(x, packed)
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        spoiled = x.clone()
+        spoiled[num_tokens // 2, 130] = bad
+        got = quant_linear(spoiled, packed)
+        is_other = torch.arange(num_tokens) != num_tokens // 2
+        assert not torch.isfinite(got[num_tokens // 2]).any()
+        assert torch.equal(got[is_other], expected[is_other])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("bits", RANGES)
+def test_rows_of_zeros_and_of_tiny_numbers(bits: int, dtype: torch.dtype) -> None:
+    compile_quant_linear(dtype, bits=bits)
+    packed, _ = drawn(bits, (70, 384, 3), has_offsets=True)
+    x = torch.zeros((3, 384), dtype=dtype)
+    x[1], x[2] = 1e-38, -1e-38
+    bias = torch.from_numpy(packed.bias).to(dtype)
+    assert torch.equal(quant_linear(x, packed), bias.expand(3, -1))

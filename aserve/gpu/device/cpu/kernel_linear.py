@@ -25,13 +25,8 @@ from aserve_kernels.cpu.gemm import (
     packed_grouped_linear,
     packed_linear,
 )
-from aserve_kernels.cpu.quant_codes import CODES_PER_WORD
-from aserve_kernels.cpu.quant_linear import (
-    QuantWeight,
-    compile_quant_linear,
-    pack_quantized,
-    quant_linear,
-)
+from aserve_kernels.cpu.quant_codes import CODES_PER_WORD, QuantWeight, pack_quantized
+from aserve_kernels.cpu.quant_linear import compile_quant_linear, quant_linear
 
 
 class TiledLinear:

@@ -1,0 +1,438 @@
+"""Products with weights of 8 and 4 bits by dot products of integers (vpdpbusd of AVX-512 VNNI).
+
+    x[t, i] = step[t, s] n[t, i],  n[t, i] = sum_d 256^(D - 1 - d) digit[t, d, i]
+    y[t, o] = b[o] + sum_s step[t, s] (scales[o, g] sum_i n[t, i] code[o, i]
+                                       + offsets[o, g] sum_i n[t, i])
+
+Inputs become integers of D bytes: 2 for bfloat16, 3 for float32. A span s of at most SPAN inputs of
+a group g has a step of its own: its largest magnitude over the largest integer. So an input is off
+by at most 2^-16 (or 2^-24) of the largest one of its span, which is less than the dtype rounds off
+that one. Sums of integers are exact, so a row's result is the same in every batch.
+
+The instruction multiplies bytes without a sign by bytes with one. So codes have ZEROS added, and a
+sum begins with what that adds, subtracted.
+
+The plain functions run with NUMBA_DISABLE_JIT=1; compiled code takes the overloads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
+
+from aserve_kernels.cpu.bf16 import Float32s, Floats, narrow, widen
+from aserve_kernels.cpu.gemm import (
+    BLOCK_BYTES,
+    OUTPUTS,
+    VECTORS,
+    WORD,
+    TileEmitter,
+    minimum,
+    outputs_of,
+)
+from aserve_kernels.cpu.precompile import NO_REFCOUNT
+from aserve_kernels.cpu.quant_codes import (
+    BYTES_PER_WORD,
+    CODES_PER_WORD,
+    ZEROS,
+    Codes,
+    QuantWeight,
+    unpack_codes,
+)
+from aserve_kernels.cpu.simd import FLOAT32X16, INDEX, INT32X16, LANES, Intrinsic
+
+Int8s: TypeAlias = npt.NDArray[np.int8]
+Int32s: TypeAlias = npt.NDArray[np.int32]
+
+SPAN = 128  # inputs that share a step, or fewer at the end of a group
+TILE_ROWS = 4  # that pass over the codes together
+# The largest integers of 2 and 3 digits. The highest digit of what is rounded up from it is still
+# 127.
+ZERO_OF_8_BITS, ZERO_OF_4_BITS = ZEROS[8], ZEROS[4]  # for compiled code
+OF_2_DIGITS, OF_3_DIGITS = np.float32(127 * 256), np.float32(127 * 256**2)
+LEAST = np.float32(2.0**-100)  # a span whose largest magnitude is below is zero
+HALF = np.float32(0.5)
+INFINITY_BITS = np.int32(0x7F800000)
+DPBUSD = "llvm.x86.avx512.vpdpbusd.512"
+
+
+class Digits(NamedTuple):
+    """Rows of inputs as integers."""
+
+    digits: Int8s  # [rows, digits, in], the highest first
+    zeros: Int32s  # [rows, spans, digits]: what the zeros of the codes add to a sum, negated
+    steps: Float32s  # [rows, spans]
+    sums: Float32s  # [rows, spans], of the inputs
+    group: int  # inputs
+
+
+class Span(NamedTuple):
+    """Scratch memory for the inputs of a span, and for what is left of their integers."""
+
+    values: Float32s  # [SPAN]
+    rest: Int32s  # [SPAN]
+
+
+@njit(nogil=True)
+def multiply_by_dots(
+    x: Floats, weight: QuantWeight, out: Floats, worker: int, num_workers: int
+) -> None:
+    """x [tokens, in, padded to whole groups], contiguous -> out [tokens, out], of any floating
+    dtype: a worker's share of the outputs, for all rows."""
+    first, last = outputs_of(out.shape[1], worker, num_workers)
+    num_rows, num_in = x.shape
+    num_digits = 2 if x.itemsize == 2 else 3
+    num_spans = num_in // weight.group * spans_of(weight.group)
+    # PERF: the rows that pass over the weights together stay in the L2 cache.
+    most = max(TILE_ROWS, BLOCK_BYTES // (num_digits * num_in) // TILE_ROWS * TILE_ROWS)
+    most = min(most, max(1, num_rows))
+    rows = Digits(
+        np.empty((most, num_digits, num_in), np.int8),
+        np.empty((most, num_spans, num_digits), np.int32),
+        np.empty((most, num_spans), np.float32),
+        np.empty((most, num_spans), np.float32),
+        weight.group,
+    )
+    zero = np.int32(ZERO_OF_8_BITS if weight.codes.itemsize == 1 else ZERO_OF_4_BITS)
+    span = Span(np.empty(SPAN, np.float32), np.empty(SPAN, np.int32))
+    tile = np.empty(TILE_ROWS * OUTPUTS, np.float32)
+    for start in range(0, num_rows, most):
+        end = min(num_rows, start + most)
+        for row in range(start, end):
+            _round_row(x[row], zero, rows, row - start, span)
+        for output in range(first, last, OUTPUTS):
+            for row in range(start, end, TILE_ROWS):
+                target = out[row : min(end, row + TILE_ROWS)]
+                _multiply_block(x, rows, row - start, weight, target, output, tile)
+
+
+@njit(inline="always")
+def spans_of(group: int) -> int:
+    """Returns how many spans a group has."""
+    return -(-group // SPAN)
+
+
+@njit(nogil=True, **NO_REFCOUNT)
+def _round_row(x: Floats, zero: np.int32, rows: Digits, row: int, span: Span) -> None:
+    """Writes a row x [in] as integers. `zero` is added to the codes."""
+    num_digits, num_in = rows.digits.shape[1:]
+    digits, number = rows.digits.reshape(-1), 0
+    for start in range(0, num_in, rows.group):
+        for first in range(start, start + rows.group, SPAN):
+            size = min(SPAN, start + rows.group - first)
+            step = _round_span(x[first : first + size], num_digits, span)
+            total = np.float32(0)
+            for digit in range(num_digits):
+                place = num_digits - 1 - digit
+                at = (row * num_digits + place) * num_in + first
+                added = _take_digit(span.rest[:size], digits[at : at + size])
+                rows.zeros[row, number, place] = -zero * added
+                total += np.float32(added) * np.float32(1 << (8 * digit))
+            rows.steps[row, number], rows.sums[row, number] = step, step * total
+            number += 1
+
+
+@njit(nogil=True, error_model="numpy", **NO_REFCOUNT)
+def _round_span(x: Floats, num_digits: int, span: Span) -> np.float32:
+    """Writes the integers of x [at most SPAN], and returns their step, which is NaN where an input
+    is not finite."""
+    size = np.uint64(x.shape[0])  # PERF: unsigned, as in rope_and_store_kv.py
+    values, rest = span.values[: x.shape[0]], span.rest[: x.shape[0]]
+    bits = values.view(np.int32)
+    widen(x, values)
+    largest_bits = np.int32(0)
+    for i in range(size):
+        largest_bits = max(largest_bits, bits[i] & np.int32(0x7FFFFFFF))
+    is_finite, largest = largest_bits < INFINITY_BITS, np.int32(largest_bits).view(np.float32)
+    most = OF_2_DIGITS if num_digits == 2 else OF_3_DIGITS
+    if not is_finite or largest < LEAST:
+        rest[:] = 0
+        return np.float32(0 if is_finite else np.nan)
+    factor = most / largest
+    for i in range(size):
+        value = values[i] * factor
+        rest[i] = np.int32(value + HALF if value > 0 else value - HALF)
+    return largest / most
+
+
+@njit(nogil=True, **NO_REFCOUNT)
+def _take_digit(rest: Int32s, target: Int8s) -> np.int32:
+    """Moves the lowest digit of each integer to `target`, and returns their sum."""
+    total = np.int32(0)
+    for i in range(np.uint64(rest.shape[0])):
+        digit = np.int8(rest[i])
+        target[i] = digit
+        total += np.int32(digit)
+        rest[i] = np.int32(rest[i] - np.int32(digit)) >> np.int32(8)
+    return total
+
+
+@njit(nogil=True, **NO_REFCOUNT)
+def _multiply_block(
+    x: Floats, rows: Digits, first_row: int, weight: QuantWeight, out: Floats, output: int,
+    tile: Float32s,
+) -> None:  # fmt: skip
+    """Computes one block of outputs for at most TILE_ROWS rows, out [rows, all outputs], whose
+    digits begin at `first_row`. tile [TILE_ROWS * 32] is scratch; x is like the inputs."""
+    num_rows = out.shape[0]
+    size = min(OUTPUTS, out.shape[1] - output)
+    for row in range(num_rows):
+        for i in range(OUTPUTS):
+            tile[row * OUTPUTS + i] = weight.bias[output + i] if i < size else np.float32(0)
+    num_in = x.shape[1]
+    num_factors = num_in // weight.group * weight.per_group * OUTPUTS
+    block = output // OUTPUTS
+    factors = weight.factors[block * num_factors : (block + 1) * num_factors]
+    size_of_block = len(weight.codes) // (len(weight.factors) // num_factors)
+    codes = weight.codes[block * size_of_block : (block + 1) * size_of_block]
+    own = Digits(
+        rows.digits[first_row:],
+        rows.zeros[first_row:],
+        rows.steps[first_row:],
+        rows.sums[first_row:],
+        rows.group,
+    )
+    target = tile[: num_rows * OUTPUTS]
+    if num_rows > 2:
+        multiply_digits(x, own, codes, factors, target, TILE_ROWS)
+    elif num_rows == 2:
+        multiply_digits(x, own, codes, factors, target, 2)
+    else:
+        multiply_digits(x, own, codes, factors, target, 1)
+    for row in range(num_rows):
+        narrow(tile[row * OUTPUTS : row * OUTPUTS + size], out[row, output : output + size])
+
+
+def multiply_digits(
+    like: Floats, rows: Digits, codes: Codes, factors: Float32s, out: Float32s, size: int
+) -> None:
+    """Adds the products of 1 to `size` rows with a block of outputs to a tile.
+
+    `rows` begin with the first row, and are of inputs with the dtype of `like`. codes [n] are those
+    of the block, and factors [groups * 1 or 2 * 32] its scales and offsets. out [rows * 32], at
+    most `size` rows, which is a literal.
+    """
+    digits, _, steps, _, group = rows
+    inputs = np.arange(digits.shape[2])
+    of_group, span = inputs // group, inputs // group * spans_of(group) + inputs % group // SPAN
+    by_group = factors.reshape(len(inputs) // group, -1, OUTPUTS)[of_group]
+    weights = by_group[:, 0] * unpack_codes(codes, len(inputs)).T + by_group[:, 1:].sum(axis=1)
+    places = 256.0 ** np.arange(digits.shape[1] - 1, -1, -1)
+    for row in range(len(out) // OUTPUTS):
+        values = places @ digits[row] * steps[row, span]
+        out[row * OUTPUTS : (row + 1) * OUTPUTS] += (values @ weights).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row of a tile: the addresses of its `Digits` and results, and the variables of the sums for
+    each digit and vector of outputs, and of the totals."""
+
+    digits: list[Any]
+    zeros: Any
+    steps: Any
+    sums: Any
+    target: Any
+    chains: list[list[Any]]
+    totals: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """The sizes of a product."""
+
+    num_groups: Any
+    group: Any  # inputs
+    per_group: Any  # spans
+    num_factors: Any  # vectors of a group
+
+
+class _Dots(TileEmitter):
+    """Emits the products of a tile."""
+
+    __slots__ = ("_bits", "_per_step")
+
+    def __init__(self, builder: Any, bits: int) -> None:
+        super().__init__(builder, is_paired=True)  # its scalars are words
+        self._bits = bits
+        self._per_step = BYTES_PER_WORD if bits == 8 else CODES_PER_WORD  # inputs
+
+    def row(self, number: Any, arrays: list[Any], sizes: list[Any]) -> _Row:
+        """arrays: where `Digits` and results begin; sizes: how many digits, inputs and spans a row
+        has."""
+        builder = self._builder
+        num_digits, num_in, num_spans = sizes
+        words = builder.udiv(num_in, INDEX(BYTES_PER_WORD))
+        words_of_row, of_spans = (
+            builder.mul(count, INDEX(num_digits)) for count in (words, num_spans)
+        )
+        per_row = [words_of_row, of_spans, num_spans, num_spans, INDEX(VECTORS)]
+        digits, zeros, steps, sums, target = (
+            builder.gep(array, [builder.mul(number, size)])
+            for array, size in zip(arrays, per_row, strict=True)
+        )
+        return _Row(
+            [builder.gep(digits, [builder.mul(words, INDEX(i))]) for i in range(num_digits)],
+            zeros,
+            steps,
+            sums,
+            target,
+            [
+                [cgutils.alloca_once(builder, INT32X16) for _ in range(VECTORS)]
+                for _ in range(num_digits)
+            ],
+            [cgutils.alloca_once_value(builder, self._load(target, i)) for i in range(VECTORS)],
+        )
+
+    def add_group(
+        self, rows: list[_Row], codes: Any, factors: Any, spans: _Spans, group: Any
+    ) -> None:
+        """Adds the products of group number `group` to the totals."""
+        builder = self._builder
+        own_factors = builder.gep(factors, [builder.mul(group, spans.num_factors)])
+        has_offsets = builder.icmp_unsigned(">", spans.num_factors, INDEX(VECTORS))
+        with cgutils.for_range(builder, spans.per_group, intp=INDEX) as loop:
+            span = builder.add(builder.mul(group, spans.per_group), loop.index)
+            for row in rows:
+                self._begin_span(row, span)
+            first = builder.mul(loop.index, INDEX(SPAN))
+            size = minimum(builder, INDEX(SPAN), builder.sub(spans.group, first))
+            start = builder.add(builder.mul(group, spans.group), first)
+            first_step, num_steps = (
+                builder.udiv(count, INDEX(self._per_step)) for count in (start, size)
+            )
+            with cgutils.for_range(builder, num_steps, intp=INDEX) as steps:
+                self._add_step(rows, codes, builder.add(first_step, steps.index))
+            for row in rows:
+                self._end_span(row, span, own_factors, has_offsets)
+
+    def _begin_span(self, row: _Row, span: Any) -> None:
+        builder = self._builder
+        zeros = builder.gep(row.zeros, [builder.mul(span, INDEX(len(row.chains)))])
+        for digit, chains in enumerate(row.chains):
+            start = self._splat(builder.load(builder.gep(zeros, [INDEX(digit)])))
+            for chain in chains:
+                builder.store(start, chain)
+
+    def _add_step(self, rows: list[_Row], codes: Any, step: Any) -> None:
+        """Adds the products of the inputs of a step, all of one span."""
+        builder = self._builder
+        start = builder.gep(codes, [builder.mul(step, INDEX(VECTORS))])
+        loaded = [self._load(start, number) for number in range(VECTORS)]
+        if self._bits == 8:
+            self._add_words(rows, loaded, step)
+            return
+        first = builder.mul(step, INDEX(2))
+        self._add_words(rows, [self._halves(words, 0) for words in loaded], first)
+        upper = [self._halves(words, 4) for words in loaded]
+        self._add_words(rows, upper, builder.add(first, INDEX(1)))
+
+    def _end_span(self, row: _Row, span: Any, factors: Any, has_offsets: Any) -> None:
+        """Adds step * scale * dot product + offset * sum of inputs to the totals."""
+        builder = self._builder
+        step, total_of_inputs = (
+            builder.load(builder.gep(array, [span])) for array in (row.steps, row.sums)
+        )
+        # Without offsets the sum counts as zero, and the scales stand for them.
+        added = self._wide(builder.select(has_offsets, total_of_inputs, ir.FloatType()(0.0)))
+        offsets = builder.gep(factors, [builder.select(has_offsets, INDEX(VECTORS), INDEX(0))])
+        for number, total in enumerate(row.totals):
+            product = self._joined([builder.load(chains[number]) for chains in row.chains])
+            scale = builder.fmul(self._load(factors, number), self._wide(step))
+            whole = self._fma(product, scale, builder.load(total))
+            builder.store(self._fma(self._load(offsets, number), added, whole), total)
+
+    def _add_words(self, rows: list[_Row], codes: list[Any], at: Any) -> None:
+        """Adds the products of word number `at` of each digit of the rows."""
+        builder = self._builder
+        for row in rows:
+            for digits, chains in zip(row.digits, row.chains, strict=True):
+                word = self._splat(builder.load(builder.gep(digits, [at]), align=1))
+                for chain, vector in zip(chains, codes, strict=True):
+                    total = self._dot(builder.load(chain), vector, word)
+                    builder.store(total, chain)
+
+    def _joined(self, sums: list[Any]) -> Any:
+        """Returns the sums of all digits as one float32."""
+        builder = self._builder
+        base = ir.Constant(FLOAT32X16, [256.0] * LANES)
+        whole = builder.sitofp(sums[0], FLOAT32X16)
+        for lower in sums[1:]:
+            whole = self._fma(whole, base, builder.sitofp(lower, FLOAT32X16))
+        return whole
+
+    def _halves(self, words: Any, shift: int) -> Any:
+        """Returns one half of each byte."""
+        builder = self._builder
+        shifted = builder.lshr(words, ir.Constant(INT32X16, [shift] * LANES)) if shift else words
+        return builder.and_(shifted, ir.Constant(INT32X16, [0x0F0F0F0F] * LANES))
+
+    def _wide(self, value: Any) -> Any:
+        return self._builder.bitcast(self._splat(self._builder.bitcast(value, WORD)), FLOAT32X16)
+
+    def _fma(self, left: Any, right: Any, total: Any) -> Any:
+        return self._call(f"llvm.fmuladd.v{LANES}f32", left, right, total)
+
+    def _dot(self, total: Any, left: Any, right: Any) -> Any:
+        kind = ir.FunctionType(INT32X16, [INT32X16] * 3)
+        product = cgutils.get_or_insert_function(self._builder.module, kind, DPBUSD)
+        return self._builder.call(product, [total, left, right])
+
+
+@intrinsic(prefer_literal=True)
+def _multiply_digits(
+    typing: Any, like: Any, rows: Any, codes: Any, factors: Any, out: Any, size: Any
+) -> Intrinsic | None:
+    if not isinstance(size, types.IntegerLiteral):
+        return None
+    bits = 8 if codes.dtype == types.int8 else 4
+    num_digits = 2 if like.dtype == types.uint16 else 3
+    arrays = (*rows.types[:4], codes, factors, out)
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        dots = _Dots(builder, bits)
+        *of_rows, width = cgutils.unpack_tuple(builder, args[1])
+        values = [
+            context.make_array(kind)(context, builder, arg)
+            for kind, arg in zip(arrays, (*of_rows, *args[2:5]), strict=True)
+        ]
+        kinds = (WORD, WORD, ir.FloatType(), ir.FloatType(), INT32X16, FLOAT32X16, FLOAT32X16)
+        *of_digits, packed, first_factor, target = (
+            builder.bitcast(value.data, kind.as_pointer())
+            for value, kind in zip(values, kinds, strict=True)
+        )
+        num_in = cgutils.unpack_tuple(builder, values[0].shape)[2]
+        num_spans = cgutils.unpack_tuple(builder, values[2].shape)[1]
+        num_groups = builder.udiv(num_in, width)
+        num_vectors = builder.udiv(values[-2].nitems, INDEX(LANES))
+        per_group = [builder.udiv(count, num_groups) for count in (num_spans, num_vectors)]
+        spans = _Spans(num_groups, width, *per_group)
+        # Missing rows repeat the last one: it is computed and stored again.
+        last = builder.sub(builder.udiv(values[-1].nitems, INDEX(OUTPUTS)), INDEX(1))
+        numbers = [minimum(builder, INDEX(row), last) for row in range(size.literal_value)]
+        places = [*of_digits, target]
+        own = [dots.row(number, places, [num_digits, num_in, num_spans]) for number in numbers]
+        with cgutils.for_range(builder, num_groups, intp=INDEX) as loop:
+            dots.add_group(own, packed, first_factor, spans, loop.index)
+        for row in own:
+            dots.store(row.totals, row.target)
+        return context.get_dummy_value()
+
+    return types.void(like, rows, codes, factors, out, size), emit
+
+
+@overload(multiply_digits, strict=False, prefer_literal=True)
+def _overload_multiply_digits(
+    like: Any, rows: Any, codes: Any, factors: Any, out: Any, size: Any
+) -> Callable[..., None]:
+    return lambda like, rows, codes, factors, out, size: _multiply_digits(
+        like, rows, codes, factors, out, size
+    )
