@@ -25,7 +25,7 @@ import numpy as np
 from aserve.bench.cpu_time import run_when_idle
 from aserve.bench.options import DisaggBenchOptions
 from aserve.bench.result import median, percentile, progress
-from aserve.bench.server_start import serving
+from aserve.bench.server_start import SERVER, serving
 from aserve.bench.streamed import Answer, send_request
 from aserve.errors import BugError, ConfigError
 
@@ -96,7 +96,7 @@ async def measure_servers(options: DisaggBenchOptions) -> Servers:
 @contextlib.asynccontextmanager
 async def _one(options: DisaggBenchOptions) -> AsyncIterator[tuple[str, int]]:
     """Yields an address, and the process that prefills for it, if that is another one."""
-    async with serving(*_common(options)) as server:
+    async with serving(*_common(options), program=_program(options)) as server:
         yield server.address, 0
 
 
@@ -107,7 +107,10 @@ async def _two(options: DisaggBenchOptions) -> AsyncIterator[tuple[str, int]]:
     mode = "--disaggregation-mode"
     prefills = (*_common(options), mode, "prefill", "--disaggregation-bootstrap-port", port)
     decodes = (*_common(options), mode, "decode", "--disaggregation-prefill", f"127.0.0.1:{port}")
-    async with serving(*prefills) as prefill, serving(*decodes) as server:
+    async with (
+        serving(*prefills) as prefill,
+        serving(*decodes, program=_program(options)) as server,
+    ):
         yield server.address, prefill.pid
 
 
@@ -116,6 +119,11 @@ START = {"one": _one, "two": _two}
 
 def _common(options: DisaggBenchOptions) -> tuple[str, ...]:
     return ("--grammar-workers", "0", "--threads", "1", *options.server_options.split())
+
+
+def _program(options: DisaggBenchOptions) -> tuple[str, ...]:
+    """Returns the program of a server that answers clients."""
+    return ("aserve.bench.paced_server", str(options.sleep_ms)) if options.sleep_ms else SERVER
 
 
 class _Bench:

@@ -176,6 +176,9 @@ class DisaggBenchOptions:
     streams: int = option(4, "streams that run at once", Limits(low=1))
     turns: int = option(2, "turns in which they run beside each of these", Limits(low=1))
     output_len: int = option(400, "tokens of a stream", Limits(low=2))
+    sleep_ms: float = option(
+        0.0, "each step of a server that answers sleeps so long, as if on a GPU", Limits(low=0)
+    )
     seconds: float = option(
         15.0, "after so long a measurement of servers ends with what came", Limits(low=0.1)
     )

@@ -170,9 +170,11 @@ OnLayer: TypeAlias = Callable[[int, HostKv], None]
 
 
 class KvAccess(Protocol):
-    """The KV pools of an executor, of the drafter, too. `read` and `write` are called on the event
-    loop's thread or any other, and are ordered with the launches of steps: each runs behind what
-    was launched before. The future fails if the executor's thread has ended.
+    """The KV pools of an executor, of the drafter, too. A `read` is ordered with the launches of
+    steps: it runs behind what was launched before. A `write` is there for what is launched after
+    its future is done, and no step that is launched earlier may name its pages. Any thread may call
+    them. On a device that does not run behind, a write is done when it returns. A future fails if
+    the executor's thread has ended.
     """
 
     geometry: str  # the same on both sides of a transfer

@@ -103,7 +103,8 @@ def test_the_kv_of_tokens_and_nothing_else_is_copied(
         for of_layers, part in parts.items():
             if part:
                 token_ids = ids[first:stop].tobytes()
-                done(write.write(pages, first, token_ids, part, of_layers), target_jobs)
+                write.write(pages, first, token_ids, part, of_layers).result(timeout=0)
+                assert not target_jobs, "steps wait for nothing that another thread can do"
     positions = np.arange(start, length)
     slots = [
         pages[positions // size] * size + positions % size
