@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import multiprocessing
 import socket
 import time
@@ -32,6 +31,7 @@ from aserve.errors import BugError, ConfigError
 PATH = "/v1/completions"
 NAMES = {"servers": ("one", "two"), "beside": ("nothing", "memory", "prompts")}
 NUM_WARMUPS = 2
+OPENING = "Once upon a time, there was a little robot."
 COPIED_BYTES = 256 << 20  # more than any processor's cache
 
 
@@ -127,12 +127,14 @@ def _program(options: DisaggBenchOptions) -> tuple[str, ...]:
 
 
 class _Bench:
-    """Sends prompts of token ids. No two of them begin alike, so none is in a cache."""
+    """Sends prompts of token ids that no cache has, and streams that tell stories: behind random
+    ids come bytes of characters that are not whole, which are held back.
+    """
 
     def __init__(self, client: aiohttp.ClientSession, options: DisaggBenchOptions) -> None:
         self._client = client
         self._options = options
-        self._num_sent = 0
+        self._num_prompts = 0
 
     async def first_tokens(self, addresses: dict[str, str]) -> list[FirstToken]:
         """Sends prompts to all servers in turns, until there are enough or the time is up. The
@@ -144,7 +146,7 @@ class _Bench:
             if number > 0 and time.monotonic() > ends_s:
                 break
             for name, address in addresses.items():
-                answer = await self._ask(address, self._options.prompt_len, 2)
+                answer = await self._ask(address, self._prompt(), 2)
                 ttfts[name] += [] if number < 0 else [1e3 * (answer.ttft_s or 0.0)]
         medians = {name: median(times) for name, times in ttfts.items()}
         least_ms = next(iter(medians.values()))
@@ -156,13 +158,16 @@ class _Bench:
     async def jitter(self, name: str, address: str, beside: str) -> Jitter:
         """Measures the times between the tokens of streams beside something else."""
         options, prompts = self._options, list[Answer]()
+        more = {"timeout": options.seconds, "temperature": 0.8}
         with copying_memory() if beside == "memory" else contextlib.nullcontext():
             async with asyncio.TaskGroup() as group:
                 arriving = group.create_task(self._send_prompts(address, prompts))
                 if beside != "prompts":
                     arriving.cancel()
-                ask = functools.partial(self._ask, address, 8, options.output_len)
-                streams = [ask(timeout=options.seconds) for _ in range(options.streams)]
+                streams = [
+                    self._ask(address, OPENING, options.output_len, seed=number, **more)
+                    for number in range(options.streams)
+                ]
                 answers = await asyncio.gather(*streams)
                 arriving.cancel()
         itls_ms = [1e3 * itl_s for answer in answers for itl_s in answer.itls_s]
@@ -177,15 +182,20 @@ class _Bench:
     async def _send_prompts(self, address: str, answers: list[Answer]) -> None:
         """Sends one prompt after the other until it is cancelled."""
         while True:
-            answers.append(await self._ask(address, self._options.prompt_len, 1))
+            answers.append(await self._ask(address, self._prompt(), 1))
 
-    async def _ask(self, address: str, num_tokens: int, max_tokens: int, **more: float) -> Answer:
-        self._num_sent += 1
-        rng = np.random.default_rng(self._num_sent)
+    def _prompt(self) -> list[int]:
+        """Returns a prompt that no other one begins like, so no cache has it."""
+        self._num_prompts += 1
+        rng = np.random.default_rng(self._num_prompts)
+        return rng.integers(300, 2000, self._options.prompt_len).tolist()
+
+    async def _ask(
+        self, address: str, prompt: str | list[int], max_tokens: int, **more: float
+    ) -> Answer:
         body = {
-            "prompt": rng.integers(300, 2000, num_tokens).tolist(),
+            "prompt": prompt,
             "max_tokens": max_tokens,
-            "temperature": 0,
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True, "include_timings": True},
