@@ -31,6 +31,7 @@ from aserve.errors import BugError, ConfigError
 PATH = "/v1/completions"
 NAMES = {"servers": ("one", "two"), "beside": ("nothing", "memory", "prompts")}
 NUM_WARMUPS = 2
+USAGE = {"include_usage": True, "continuous_usage_stats": True, "include_timings": True}
 OPENING = "Once upon a time, there was a little robot."
 COPIED_BYTES = 256 << 20  # more than any processor's cache
 
@@ -127,9 +128,7 @@ def _program(options: DisaggBenchOptions) -> tuple[str, ...]:
 
 
 class _Bench:
-    """Sends prompts of token ids that no cache has, and streams that tell stories: behind random
-    ids come bytes of characters that are not whole, which are held back.
-    """
+    """Sends prompts of token ids that no cache has, and streams that tell stories."""
 
     def __init__(self, client: aiohttp.ClientSession, options: DisaggBenchOptions) -> None:
         self._client = client
@@ -198,7 +197,7 @@ class _Bench:
             "max_tokens": max_tokens,
             "ignore_eos": True,
             "stream": True,
-            "stream_options": {"include_usage": True, "include_timings": True},
+            "stream_options": USAGE,
         }
         answer = await send_request(self._client, address + PATH, body | more)
         if answer.error:

@@ -76,6 +76,11 @@ class ToyAccess:
         first, last = self.layers
         return dict(first.items() & last.items())
 
+    def barrier(self) -> Future[None]:
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
     def read(
         self, pages: tuple[bytes, ...], first: int, stop: int, from_layer: int = 0
     ) -> Future[HostKv]:

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 class TorchKvAccess:
     """Implements messages.transfers.LayeredKvAccess. `submit` takes a job for the thread of the
-    executor.
+    executor. With `writes_here`, the thread that asks for a write does it.
     """
 
     __slots__ = (
@@ -40,6 +40,7 @@ class TorchKvAccess:
         "_pools",
         "_streams",
         "_submit",
+        "_writes_here",
         "bytes_per_token",
         "geometry",
         "layer_bytes",
@@ -52,6 +53,8 @@ class TorchKvAccess:
         state: DeviceState,
         device: Device,
         submit: Callable[[Callable[[], None]], None],
+        *,
+        writes_here: bool = False,
     ) -> None:
         pools, draft_pools = state.pools, state.draft_pools
         if type(pools) is not KvPools:
@@ -62,6 +65,7 @@ class TorchKvAccess:
         self._pools = (pools,) if draft_pools is None else (pools, draft_pools)
         self._device = device
         self._submit = submit
+        self._writes_here = writes_here
         self._streams = state.kv_streams
         self._layers = _layers_of(self._pools)
         self.layout = KvLayout(
@@ -72,6 +76,9 @@ class TorchKvAccess:
         self.bytes_per_token = sum(self.layer_bytes)
         self.pool_shapes = self.layout.pool_shapes
         self.geometry = self.layout.text
+
+    def barrier(self) -> Future[None]:
+        return self._run(lambda: None)
 
     def read(
         self, pages: tuple[bytes, ...], first: int, stop: int, from_layer: int = 0
@@ -88,7 +95,7 @@ class TorchKvAccess:
         layers: range | None = None,
     ) -> Future[None]:
         work = functools.partial(self._write, pages, first, token_ids, values, layers)
-        return self._run(work) if self._device.runs_behind else _run_here(work)
+        return _run_here(work) if self._writes_here else self._run(work)
 
     def stream(
         self, iteration: int, pages: tuple[bytes, ...], tokens: range, on_layer: OnLayer
