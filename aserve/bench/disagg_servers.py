@@ -187,19 +187,20 @@ class _Bench:
         """Returns a prompt that no other one begins like, so no cache has it."""
         self._num_prompts += 1
         rng = np.random.default_rng(self._num_prompts)
-        return rng.integers(300, 2000, self._options.prompt_len).tolist()
+        return list(map(int, rng.integers(300, 2000, self._options.prompt_len)))
 
     async def _ask(
         self, address: str, prompt: str | list[int], max_tokens: int, **more: float
     ) -> Answer:
-        body = {
+        body: dict[str, object] = {
             "prompt": prompt,
             "max_tokens": max_tokens,
             "ignore_eos": True,
             "stream": True,
             "stream_options": USAGE,
+            **more,
         }
-        answer = await send_request(self._client, address + PATH, body | more)
+        answer = await send_request(self._client, address + PATH, body)
         if answer.error:
             raise BugError(f"a request failed: {answer.error}")
         return answer
