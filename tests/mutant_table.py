@@ -10,6 +10,7 @@ import msgspec
 TRACES = (
     "tests/properties/test_scheduler_traces.py::test_any_trace_gives_the_tokens_of_the_plain_engine"
 )
+TRANSFERS = "tests/scheduling/test_transfers.py"
 CACHE = "tests/cache/test_cache_model.py"
 STEADY = "tests/scheduling/test_steady.py"
 ROOM = "tests/scheduling/test_room.py"
@@ -45,6 +46,13 @@ class Mutant(msgspec.Struct, frozen=True):
 
 
 MUTANTS = (
+    Mutant(
+        "KV that comes while a former owner of its pages is in flight",
+        "aserve/scheduling/transfers.py",
+        "while state.unsent and state.unsent[0].after <= state.landed:",
+        "while state.unsent:",
+        TRANSFERS,
+    ),
     Mutant(
         "a page one short",
         "aserve/scheduling/select.py",

@@ -163,11 +163,25 @@ class DisaggBenchOptions:
         "tcp,shm", "carriers to measure: tcp, shm, nixl", Limits(metavar="NAME,NAME,...")
     )
     repeats: int = option(5, "repeats of each transfer; the best is shown", Limits(low=1))
+    servers: str = option(
+        "one,two", "servers to measure: one, two", Limits(metavar="NAME,NAME,...")
+    )
     prompts: int = option(20, "prompts to one and to two servers; 0: no servers", Limits(low=0))
     prompt_len: int = option(1000, "tokens of a prompt", Limits(low=2))
-    streams: int = option(4, "running streams while long prompts arrive", Limits(low=1))
-    turns: int = option(2, "turns in which streams run without and with prompts", Limits(low=1))
-    output_len: int = option(400, "tokens of such a stream", Limits(low=2))
+    beside: str = option(
+        "nothing,memory,prompts",
+        "what goes on while streams run: nothing, a process that copies memory, long prompts",
+        Limits(metavar="NAME,NAME,..."),
+    )
+    streams: int = option(4, "streams that run at once", Limits(low=1))
+    turns: int = option(2, "turns in which they run beside each of these", Limits(low=1))
+    output_len: int = option(400, "tokens of a stream", Limits(low=2))
+    sleep_ms: float = option(
+        0.0, "each step of a server that answers sleeps so long, as if on a GPU", Limits(low=0)
+    )
+    seconds: float = option(
+        15.0, "after so long a measurement of servers ends with what came", Limits(low=0.1)
+    )
     server_options: str = option(
         "", "options of all servers, such as a model, in one text", Limits(metavar="TEXT")
     )

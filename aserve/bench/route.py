@@ -103,7 +103,7 @@ async def _measure_cost(options: RouteOptions) -> dict[str, float]:
 @contextlib.asynccontextmanager
 async def routing(policy: str, addresses: Sequence[str]) -> AsyncIterator[RunningServer]:
     """Runs a router while the context is open, and waits until it has a replica."""
-    async with serving(*addresses, "--policy", policy, command="route") as router:
+    async with serving(*addresses, "--policy", policy, program=("aserve", "route")) as router:
         async with asyncio.timeout(READY_S):
             await _until_ready(router.address, len(addresses))
         yield router

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from asyncio.subprocess import PIPE, STDOUT, Process, create_subprocess_exec
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from aserve.bench.cpu_time import process_tree
 from aserve.errors import ConfigError
 
 READY = re.compile(r"^aserve: .* at (http://[^\s,]+)")
+SERVER = ("aserve", "serve")
 END_S = 30.0
 KIB = 1024
 
@@ -44,10 +45,12 @@ async def start_server(*options: str) -> ServerStart:
 
 
 @contextlib.asynccontextmanager
-async def serving(*options: str, command: str = "serve") -> AsyncIterator[RunningServer]:
-    """Runs a server, or a router, while the context is open. Its further output is dropped."""
+async def serving(*options: str, program: Sequence[str] = SERVER) -> AsyncIterator[RunningServer]:
+    """Runs a server, or a router, while the context is open. Its further output is dropped.
+    `program` is a module and its first arguments.
+    """
     start_s = time.perf_counter()
-    words = (sys.executable, "-m", "aserve", command, "--port", "0", *options)
+    words = (sys.executable, "-m", *program, "--port", "0", *options)
     process = await create_subprocess_exec(*words, stdout=PIPE, stderr=STDOUT)
     try:
         address = await _ready(process)

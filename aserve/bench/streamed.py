@@ -71,7 +71,10 @@ async def _post(
 
 
 async def _read(lines: aiohttp.StreamReader, answer: Answer, *, start_s: float) -> None:
-    """Reads the chunks. If the server sends no usage, each chunk counts as one token."""
+    """Reads the chunks. If the server sends no usage, each chunk counts as one token. If it sends
+    usage in each chunk, the time to a chunk with several tokens is that of all of them: tokens
+    wait for those that complete a character.
+    """
     num_chunks = 0
     last_s = start_s
     async for line in lines:
@@ -80,13 +83,15 @@ async def _read(lines: aiohttp.StreamReader, answer: Answer, *, start_s: float) 
         chunk = DECODER.decode(line[5:])
         if chunk.error is not None:
             answer.error = msgspec.json.encode(chunk.error).decode()
+        num_before = answer.completion_tokens
         if chunk.usage is not None:
             _count(chunk.usage, answer)
         if not chunk.choices or not chunk.choices[0].has_token:
             continue
         now_s = time.perf_counter()
         if num_chunks:
-            answer.itls_s.append(now_s - last_s)
+            num_new = max(answer.completion_tokens - num_before, 1) if num_before else 1
+            answer.itls_s += [(now_s - last_s) / num_new] * num_new
         else:
             answer.ttft_s = now_s - start_s
         num_chunks, last_s = num_chunks + 1, now_s

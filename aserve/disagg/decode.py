@@ -93,6 +93,7 @@ class _Transfer:
 
     asked: ReceiveKv
     spans: ReceivedSpans
+    barrier: Future[None]  # of what was launched before, such as a Sample of the pages' last owner
     connection: Connection | None = None
     inlet: Inlet | None = None  # of the last prefill engine that made an offer
     is_cancelled: bool = False
@@ -145,7 +146,8 @@ class KvReceiver(Actor[None]):
     def send(self, effect: ReceiveKv | SendKv | StreamKv | Retired | Refused) -> None:
         if isinstance(effect, ReceiveKv):
             stop, layer_bytes = effect.num_tokens - 1, self._access.layer_bytes
-            transfer = _Transfer(effect, ReceivedSpans(effect.first, stop, layer_bytes))
+            spans = ReceivedSpans(effect.first, stop, layer_bytes)
+            transfer = _Transfer(effect, spans, self._access.barrier())
             self._transfers[effect.request_id, effect.child] = transfer
             self.spawn(self._receive(transfer))
         elif isinstance(effect, Retired):
@@ -242,6 +244,7 @@ class KvReceiver(Actor[None]):
         values = receive_values(connection, inlet, block)
         ids = asked.token_ids[4 * first : 4 * (first + block.num_tokens)]
         layers = range(block.from_layer, block.from_layer + block.num_layers)
+        transfer.barrier.result()
         transfer.settle(most=MAX_WRITES - 1)
         transfer.writes.append(self._access.write(asked.pages, first, ids, values, layers))
         transfer.spans.note(block)

@@ -338,6 +338,7 @@ def assemble(
             joint=model.joint if isinstance(model, JointDecoder) else None,
             needs_host_lens=made.attention.capabilities.host_lens,
             watch=watch_of(mode, made.runner),
+            is_first=options.ranks.rank == 0,
         )
     )
 

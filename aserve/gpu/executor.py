@@ -89,6 +89,7 @@ class ExecutorParts:
     needs_host_lens: bool = False  # attention plans on the host, from exact lengths
     joint: JointForward | None = None  # of data-parallel ranks
     watch: StepWatch = UNWATCHED
+    is_first: bool = True  # the scheduler has the results of this rank, or there is only one
 
 
 class TorchExecutor:
@@ -101,6 +102,8 @@ class TorchExecutor:
         self._device = parts.device
         self._graphs = parts.graphs
         self._is_debug = parts.is_debug
+        # NOTE: the scheduler has results of steps whose drafts another rank may still compute.
+        self._writes_here = parts.is_first and not parts.device.runs_behind
         self._joint = parts.joint
         self._watch = parts.watch
         self._slice_len = slice_len_of(parts.device, vocab_size=parts.spec.vocab_size)
@@ -158,7 +161,10 @@ class TorchExecutor:
         return await self._live_loader.run(job, submit=self._threads.jobs.put, died=self.died)
 
     def kv_access(self) -> TorchKvAccess:
-        return TorchKvAccess(self._runner.state, self._device, self._threads.jobs.put)
+        submit = self._threads.jobs.put
+        return TorchKvAccess(
+            self._runner.state, self._device, submit, writes_here=self._writes_here
+        )
 
     def close(self) -> None:
         """Runs what was launched to its end, then ends both threads."""

@@ -170,9 +170,11 @@ OnLayer: TypeAlias = Callable[[int, HostKv], None]
 
 
 class KvAccess(Protocol):
-    """The KV pools of an executor, of the drafter, too. `read` and `write` are called on the event
-    loop's thread or any other, and are ordered with the launches of steps: each runs behind what
-    was launched before. The future fails if the executor's thread has ended.
+    """The KV pools of an executor, of the drafter, too. A `read` is ordered with the launches of
+    steps: it runs behind what was launched before. A `write` is there for what is launched after
+    its future is done. It may run beside steps that were launched before, so whoever writes waits
+    first for those that may name its pages (`barrier`). Any thread may ask. A future fails if the
+    executor's thread has ended.
     """
 
     geometry: str  # the same on both sides of a transfer
@@ -180,6 +182,9 @@ class KvAccess(Protocol):
     # layers and bytes of a slot, for each pool in the order of `read`, which gives for each pool
     # [layers, tokens, bytes of a slot]
     pool_shapes: tuple[tuple[int, int], ...]
+
+    def barrier(self) -> Future[None]:
+        """The future is done when all that was launched before has run."""
 
     def read(self, pages: tuple[bytes, ...], first: int, stop: int) -> Future[HostKv]:
         """Reads the KV of tokens first to stop - 1 of a sequence. `pages` has its pages, int32, for

@@ -45,6 +45,10 @@ class KvOfRanks:
         self._num_ranks = num_ranks
         self._num_parts = num_parts
 
+    def barrier(self) -> Future[None]:
+        """NOTE: the other ranks write in the order of launches."""
+        return self._own.barrier()
+
     def read(
         self, pages: tuple[bytes, ...], first: int, stop: int, from_layer: int = 0
     ) -> Future[HostKv]:

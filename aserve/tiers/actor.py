@@ -180,9 +180,11 @@ class KvTiers(Actor[None]):
     def _load(self, effect: LoadKv) -> None:
         keys = split_keys(effect.keys)
         places = self._host.pin(keys)
-        self.spawn(self._bring(effect, keys, places))
+        self.spawn(self._bring(effect, keys, places, self._access.barrier()))
 
-    async def _bring(self, effect: LoadKv, keys: list[bytes], places: list[int]) -> None:
+    async def _bring(
+        self, effect: LoadKv, keys: list[bytes], places: list[int], barrier: Future[None]
+    ) -> None:
         num_here, removed = len(places), list[bytes]()
         read = await self._read_files(keys[num_here:])
         fresh: list[int] = []
@@ -191,7 +193,7 @@ class KvTiers(Actor[None]):
             fresh += [] if place is None else [place]
             removed += [] if evicted is None else [evicted]
         stop = num_here + len(fresh)
-        work = functools.partial(self._copy_in, effect, places + fresh, read[: len(fresh)])
+        work = functools.partial(self._copy_in, effect, places + fresh, read[: len(fresh)], barrier)
         try:
             num_pages = await in_thread(work, name="kv-tiers")
         finally:
@@ -209,7 +211,9 @@ class KvTiers(Actor[None]):
         num_filed = [*are_filed, False].index(False)
         return await self._files.read(keys[:num_filed]) if num_filed else []
 
-    def _copy_in(self, effect: LoadKv, places: list[int], read: list[ArrayU8]) -> int:
+    def _copy_in(
+        self, effect: LoadKv, places: list[int], read: list[ArrayU8], barrier: Future[None]
+    ) -> int:
         """Runs on the load's thread. Puts what was read from files into the last places first.
         Returns how many pages are on the device; nothing writes to any of them any more.
         """
@@ -218,6 +222,7 @@ class KvTiers(Actor[None]):
         writes: deque[Future[None]] = deque()
         num_written = 0
         try:
+            barrier.result()
             for start in range(0, len(places), self._part_len):
                 part = places[start : start + self._part_len]
                 while len(writes) >= MAX_WRITES:

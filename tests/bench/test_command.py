@@ -64,6 +64,7 @@ def test_help_shows_every_option_of_the_bench_with_its_text(
         ),
         ("offline --num-pages 4 --input-len 100", "pages"),
         ("report --results missing.json", "--results missing.json"),
+        ("disagg --beside noise", "--beside: 'noise' is none of nothing, memory, prompts"),
     ],
 )
 def test_a_user_error_is_one_line_and_exit_code_2(
@@ -120,6 +121,19 @@ def test_a_small_run_ends_with_its_figures(bench: str, capsys: Captured) -> None
     assert figures[SERIES[bench]]
     assert figures.get("cached_tokens", 0) == 0
     assert figures["machine"]["versions"].keys() >= {"aserve", "python", "torch"}
+
+
+@pytest.mark.slow
+def test_streams_beside_long_prompts_end_in_time(capsys: Captured) -> None:
+    """Steps sleep, so no stream comes to its last token."""
+    sizes = ("--transfer-mib", "4", "--repeats", "1", "--prompts", "1", "--prompt-len", "40")
+    case = ("--servers", "two", "--turns", "1", "--sleep-ms", "20", "--seconds", "1.5")
+    itls = figures_of(capsys, "disagg", *sizes, *case)["itls"]
+    assert [each["beside"] for each in itls] == ["nothing", "memory", "prompts"]
+    assert [each["prompts"] > 0 for each in itls] == [False, False, True]
+    for each in itls:
+        assert 0 < each["tokens"] < 4 * 400
+        assert each["server_ms"] > 20 < each["client_ms"]
 
 
 def test_an_offline_load_counts_requests_times_tokens_and_nothing_comes_from_the_cache(

@@ -57,7 +57,9 @@ PAGES = (pack_i32([7]),)
 
 @dataclass(slots=True)
 class ToyAccess:
-    """The KV of a token is its id. `layers` have what was written, by position."""
+    """The KV of a token is its id. `layers` have what was written, by position. `launched` is done
+    when what was launched before the last transfer has run.
+    """
 
     layout: KvLayout = LAYOUT
     geometry: str = "toy"
@@ -69,12 +71,18 @@ class ToyAccess:
     num_reads: int = 0
     streams: list[tuple[range, OnLayer]] = field(default_factory=list)
     is_ahead: threading.Event = field(default_factory=threading.Event)  # the first layer is whole
+    launched: Future[None] = field(default_factory=Future)
 
     @property
     def tokens(self) -> dict[int, int]:
         """Those that have all layers."""
         first, last = self.layers
         return dict(first.items() & last.items())
+
+    def barrier(self) -> Future[None]:
+        self.launched = Future()
+        asyncio.get_running_loop().call_later(0.01, self.launched.set_result, None)
+        return self.launched
 
     def read(
         self, pages: tuple[bytes, ...], first: int, stop: int, from_layer: int = 0
@@ -96,6 +104,7 @@ class ToyAccess:
     ) -> Future[None]:
         assert pages == PAGES
         assert layers is not None
+        assert self.launched.done(), "a step may still write these pages"
         for layer, part in zip(
             layers, np.split(array_i32(bytes(values)), len(layers)), strict=True
         ):

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 NUM_STREAMS = 32
-NUM_KILLS = 100 if IS_LARGE else 2
+NUM_KILLS = int(os.environ.get("ASERVE_TEST_KILLS", "100" if IS_LARGE else "2"))
 OPTIONS = ("--dtype", "float64", "--grammar-workers", "1", "--page-size", "4", *KEY)
 LONG = "Once upon a time there was a little robot who lived in a garden. " * 8
 PROMPTS = ("One day", "Lily saw a cat", "Tom and Ann", "The end")

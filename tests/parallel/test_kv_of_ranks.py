@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from aserve.disagg.connect import HasKv
 from aserve.engine_core import LocalExecutor
 from aserve.errors import ConfigError
+from aserve.gpu.executor import TorchExecutor
 from aserve.messages.base import pack_i32
 from aserve.messages.transfers import LayeredKvAccess
 from tests.gpu.drive import request, serve_between
@@ -65,6 +67,8 @@ async def test_kv_of_ranks_is_that_of_one_device(num_ranks: int, tmp_path: Path)
         own = [await read(access_of(each), OTHER_PAGES) for each in held]
         assert len(set(own)) == 2
         assert own == [own[rank * 2 // num_ranks * num_ranks // 2] for rank in range(num_ranks)]
+        for rank, (executor, values) in enumerate(zip(held, own, strict=True)):
+            await check_order(executor, values, writes_beside_steps=rank == 0)
         bad = access.read((pack_i32([99]),), 0, 1)
         with pytest.raises(RuntimeError, match="IndexError"):
             await asyncio.wrap_future(bad)
@@ -72,6 +76,22 @@ async def test_kv_of_ranks_is_that_of_one_device(num_ranks: int, tmp_path: Path)
         one.close()
         await asyncio.to_thread(many.close)
     assert not many._moves
+
+
+async def check_order(executor: LocalExecutor, values: bytes, *, writes_beside_steps: bool) -> None:
+    """Other ranks may compute drafts of steps whose results rank 0 already has."""
+    assert isinstance(executor, TorchExecutor)
+    goes_on = threading.Event()
+
+    def step() -> None:
+        goes_on.wait(10)
+
+    executor._threads.jobs.put(step)
+    ids, given = pack_i32(PROMPT[:LENGTH]), memoryview(bytearray(values))
+    written = executor.kv_access().write(OTHER_PAGES, 0, ids, given)
+    assert written.done() == writes_beside_steps
+    goes_on.set()
+    await asyncio.wrap_future(written)
 
 
 async def test_kv_of_data_parallel_ranks_is_refused(tmp_path: Path) -> None:

@@ -27,7 +27,9 @@ NUM_PAGES = 8
 
 
 class ToyAccess:
-    """`write` stays undone until `finish_writes`, if `is_slow`."""
+    """`write` stays undone until `finish_writes`, if `is_slow`. `launched` is done when what was
+    launched before the last load has run.
+    """
 
     geometry: str = "toy"
     bytes_per_token: int = 11
@@ -41,6 +43,7 @@ class ToyAccess:
             for pool, (layers, slot) in zip(self.pools, SHAPES, strict=True)
         ]
         self.fails = self.is_slow = False
+        self.launched: Future[None] = Future()
         self.undone: list[Future[None]] = []
         self.has_written = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -48,6 +51,11 @@ class ToyAccess:
     def page(self, number: int) -> list[bytes]:
         slots = slice(number * PAGE, number * PAGE + PAGE)
         return [array[:, slots].tobytes() for array in self.arrays]
+
+    def barrier(self) -> Future[None]:
+        self.launched = Future()
+        self._loop.call_later(0.01, self.launched.set_result, None)
+        return self.launched
 
     def read(self, pages: tuple[bytes, ...], first: int, stop: int) -> Future[HostKv]:
         done: Future[HostKv] = Future()
@@ -64,6 +72,7 @@ class ToyAccess:
     def write(
         self, pages: tuple[bytes, ...], first: int, token_ids: bytes, values: memoryview
     ) -> Future[None]:
+        assert self.launched.done(), "a step may still write these pages"
         done: Future[None] = Future()
         if self.fails:
             done.set_exception(RuntimeError("the device is gone"))

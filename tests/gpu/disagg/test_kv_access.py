@@ -37,7 +37,11 @@ T = TypeVar("T")
 
 
 def engine(
-    layers: tuple[LayerSpec, ...], page_size: int, *, dtype: torch.dtype = torch.float64
+    layers: tuple[LayerSpec, ...],
+    page_size: int,
+    *,
+    dtype: torch.dtype = torch.float64,
+    writes_here: bool = False,
 ) -> tuple[TorchKvAccess, tuple[KvPools, ...], list[Job]]:
     """Pools of a model and of a drafter with its first layer, all of whose KV is NaN or random."""
     groups, table_shape = group_layers(layers), (3, NUM_PAGES)
@@ -54,7 +58,8 @@ def engine(
     tables = make_tables()
     state = DeviceState(pools, tables.tables, tables.relay, draft_pools=drafts)
     jobs: list[Job] = []
-    return TorchKvAccess(state, CpuDevice("cpu"), jobs.append), (pools, drafts), jobs
+    access = TorchKvAccess(state, CpuDevice("cpu"), jobs.append, writes_here=writes_here)
+    return access, (pools, drafts), jobs
 
 
 def stored(pools: tuple[KvPools, ...], group: int) -> list[torch.Tensor]:
@@ -71,14 +76,20 @@ def done(future: Future[T], jobs: list[Job]) -> T:
 @pytest.mark.parametrize("layers", [LAYERS, LATENTS], ids=["two groups", "latents"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("here", "there", "num_split"), [(4, 4, 0), (4, 3, 1), (1, 16, 1), (16, 1, 0)]
+    ("here", "there", "num_split", "writes_here"),
+    [(4, 4, 0, False), (4, 3, 1, True), (1, 16, 1, False), (16, 1, 0, True)],
 )
 def test_the_kv_of_tokens_and_nothing_else_is_copied(
-    layers: tuple[LayerSpec, ...], dtype: torch.dtype, here: int, there: int, num_split: int
+    layers: tuple[LayerSpec, ...],
+    dtype: torch.dtype,
+    here: int,
+    there: int,
+    num_split: int,
+    writes_here: bool,
 ) -> None:
     """`num_split` layers are written before the others."""
     read, source, source_jobs = engine(layers, here, dtype=dtype)
-    write, target, target_jobs = engine(layers, there, dtype=dtype)
+    write, target, jobs = engine(layers, there, dtype=dtype, writes_here=writes_here)
     num_groups, length = len(group_layers(layers)), 11
     start = there if there < length else 0  # a prefix hit has whole pages
     for group in range(num_groups):
@@ -103,7 +114,9 @@ def test_the_kv_of_tokens_and_nothing_else_is_copied(
         for of_layers, part in parts.items():
             if part:
                 token_ids = ids[first:stop].tobytes()
-                done(write.write(pages, first, token_ids, part, of_layers), target_jobs)
+                future = write.write(pages, first, token_ids, part, of_layers)
+                assert writes_here == (not jobs), "steps wait for what another thread has done"
+                future.result(timeout=0) if writes_here else done(future, jobs)
     positions = np.arange(start, length)
     slots = [
         pages[positions // size] * size + positions % size

@@ -33,6 +33,8 @@ from tests.parity.dense_attend import DenseAttend, given_ids
 
 CPU = torch.device("cpu")
 IDS = torch.tensor([3, 1, 20, 7])
+MODELS = Path(__file__).parents[2] / "models"
+MEMBERS = ("moe", "mla", "dsa", "ngram_emb", "vl", "dllm")
 
 
 def logits_of(model: CausalModel) -> Tensor:
@@ -225,11 +227,12 @@ def _total_bytes(directory: Path) -> int:
 def test_loading_imports_nothing_that_takes_seconds(tmp_path: Path) -> None:
     """Not transformers, not the hub's client, not torch's compiler (any arithmetic on meta tensors
     imports that one)."""
-    directory = write_checkpoint(tmp_path, llama_weights())
+    folders = [write_checkpoint(tmp_path, llama_weights()), *(MODELS / name for name in MEMBERS)]
     program = (
         "import pathlib, sys\n"
         "from tests.load_model import load_model\n"
-        f"load_model(pathlib.Path({str(directory)!r}))\n"
+        f"for folder in {[str(folder) for folder in folders]}:\n"
+        "    load_model(pathlib.Path(folder))\n"
         "heavy = {'transformers', 'huggingface_hub', 'torch._dynamo', 'torch._inductor'}\n"
         "sys.exit(', '.join(sorted(heavy & sys.modules.keys())) or 0)\n"
     )
