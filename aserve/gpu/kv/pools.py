@@ -80,9 +80,8 @@ class KvPools:
     `token_pool`: int32 [slots of group 0], the token id of each slot."""
 
     __slots__ = (
-        "_keys",
         "_ops",
-        "_values",
+        "_pools",
         "layers",
         "num_pages",
         "page_size",
@@ -118,8 +117,8 @@ class KvPools:
         self, groups: tuple[LayerGroup, ...], specs: tuple[GroupSpec, ...], dtype: torch.dtype
     ) -> None:
         zeros = self._ops.zeros or partial(_zeros_on, self.device)
-        self._keys: list[Tensor] = []  # per group [layers, slots, kv_heads, head_dim]
-        self._values: list[Tensor] = []  # the same; of latents a view of the keys
+        # per group keys and values, or latents alone: [layers, slots, kv_heads, head_dim]
+        self._pools: list[tuple[Tensor, ...]] = []
         for number, (group, spec) in enumerate(zip(groups, specs, strict=True)):
             layout, num_slots = group.layout(dtype_bytes=0), spec.num_pages * self.page_size
             shape = (layout.num_layers, num_slots, layout.num_kv_heads, layout.head_dim)
@@ -127,8 +126,7 @@ class KvPools:
             value_dim = stored[0].value_dim if stored else None
             keys = zeros(shape, dtype)
             values = zeros(shape, dtype) if value_dim is None else keys[..., :value_dim]
-            self._keys.append(keys)
-            self._values.append(values)
+            self._pools.append((keys, values) if value_dim is None else (keys,))
             for place, layer in enumerate(stored):
                 scales = layer.kv_scales if dtype.itemsize == 1 else (1.0, 1.0)
                 self.layers[layer.index] = LayerKv(
@@ -164,12 +162,12 @@ class KvPools:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of keys and values."""
-        return self._keys[0].dtype
+        return self._pools[0][0].dtype
 
     @property
     def size_bytes(self) -> int:
-        groups = range(len(self._keys))
-        return self.token_pool.nbytes + sum(p.nbytes for g in groups for p in self.pools_of(g))
+        stored = (pool for pools in self._pools for pool in pools)
+        return self.token_pool.nbytes + sum(pool.nbytes for pool in stored)
 
     def forget(self, rows: Tensor) -> None:
         """Clears the page-table entries of rows, int64 [n], that were given to new requests. Reads
@@ -220,8 +218,7 @@ class KvPools:
 
     def pools_of(self, group: int) -> tuple[Tensor, ...]:
         """Returns the allocations of one group: keys and values, or latents alone."""
-        keys, values = self._keys[group], self._values[group]
-        return (keys,) if values.data_ptr() == keys.data_ptr() and keys.numel() else (keys, values)
+        return self._pools[group]
 
 
 def _shared(groups: tuple[LayerGroup, ...], layers: dict[int, LayerKv]) -> dict[int, LayerKv]:
