@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import multiprocessing
 import socket
 import time
@@ -86,11 +87,9 @@ async def measure_servers(options: DisaggBenchOptions) -> Servers:
             if prefills:
                 run_when_idle(prefills)
         itls = []
-        for _ in range(options.turns):
-            for beside in neighbours:
-                for name, (address, _) in started.items():
-                    itls.append(await bench.jitter(name, address, beside))
-                    shown()
+        for _, beside, name in itertools.product(range(options.turns), neighbours, names):
+            itls.append(await bench.jitter(name, started[name][0], beside))
+            shown()
     return Servers(first_tokens, itls)
 
 

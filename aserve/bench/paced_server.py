@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import sys
-import time
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,9 +37,10 @@ class PacedDevice(CpuDevice):
     def __init__(self, sleep_s: float) -> None:
         super().__init__(f"each step sleeps {1e3 * sleep_s:g} ms")
         self._sleep_s = sleep_s
+        self._never = threading.Event()
 
     def copy_out(self, values: Tensor, host: Tensor) -> Event:
-        time.sleep(self._sleep_s)
+        self._never.wait(self._sleep_s)
         return super().copy_out(values, host)
 
 

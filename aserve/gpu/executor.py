@@ -161,10 +161,8 @@ class TorchExecutor:
         return await self._live_loader.run(job, submit=self._threads.jobs.put, died=self.died)
 
     def kv_access(self) -> TorchKvAccess:
-        submit = self._threads.jobs.put
-        return TorchKvAccess(
-            self._runner.state, self._device, submit, writes_here=self._writes_here
-        )
+        state, submit = self._runner.state, self._threads.jobs.put
+        return TorchKvAccess(state, self._device, submit, writes_here=self._writes_here)
 
     def close(self) -> None:
         """Runs what was launched to its end, then ends both threads."""
