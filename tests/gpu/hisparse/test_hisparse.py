@@ -247,7 +247,9 @@ def test_a_drafter_has_its_kv_on_the_device_whatever_is_in_the_hosts_memory(
         found.append(pool_kv(executor, text_of(ASKED[0], served)))
         assert served.outputs == plain_tokens(ASKED[:1], MODEL)
     torch.testing.assert_close(found[:2], found[2:], rtol=0, atol=0)
-    assert [tuple(each.shape) for each in in_host] == [tuple(pools_of(executor)._keys[0].shape)]
+    assert [tuple(each.shape) for each in in_host] == [
+        tuple(pools_of(executor).pools_of(0)[0].shape)
+    ]
 
 
 LAYOUT = GroupLayout("full", None, 2, 1, 576, 2, is_latent=True, index_bytes_per_token=512)

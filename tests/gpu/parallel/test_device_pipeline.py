@@ -114,6 +114,7 @@ class Machine:
         for links in self.links.values():
             links.changed = changed
         self.cudas = [DrivenCuda(changed, hangs_s=hangs_s) for _ in range(num_stages)]
+        self.groups: list[FakeNccl] = []
 
     @contextlib.contextmanager
     def running(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -139,11 +140,15 @@ class Machine:
         try:
             yield
         finally:
+            for group in self.groups:
+                group.abort()  # what still waits would keep the devices' threads
             for cuda in self.cudas:
                 cuda.close()
 
     def group(self, rank: int, name: str) -> FakeNccl:
-        return FakeNccl(self.cudas[rank], self.links[name], rank)
+        group = FakeNccl(self.cudas[rank], self.links[name], rank)
+        self.groups.append(group)
+        return group
 
     def engine(self, store: Path, **options: Any) -> ParallelExecutor:
         num_stages, patience = len(self.cudas), Patience()
@@ -219,6 +224,4 @@ def test_stages_that_both_send_first_need_a_group_for_each_direction_and_a_strea
         with contextlib.nullcontext() if is_right else pytest.raises(AssertionError, match="hangs"):
             found = [cuda.read(x).tolist() for cuda, x in zip(machine.cudas, arrived, strict=True)]
             assert found == [[8, 8], [7, 7]]
-        for group in (each for own in groups for each in own):
-            group.abort()
     assert machine.links["nccl"].stuck == ({"both send"} if num_groups == 1 else set())
