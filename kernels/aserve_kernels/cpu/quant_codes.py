@@ -108,9 +108,10 @@ def pack_codes(codes: Tensor, bits: int) -> Codes:
 def _ordered_bytes(by_output: Tensor) -> Tensor:
     """[blocks, 2 vectors, 16 outputs, in] -> codes of 8 bits in the order of the product."""
     if HAS_DOTS:
-        words = by_output.unflatten(3, (-1, BYTES_PER_WORD)).permute(0, 3, 1, 2, 4)
+        words: Tensor = by_output.unflatten(3, (-1, BYTES_PER_WORD)).permute(0, 3, 1, 2, 4)
         return words.contiguous().view(torch.uint8).bitwise_xor(ZEROS[8]).view(torch.int8)
-    return by_output.unflatten(3, (-1, 2)).permute(0, 3, 1, 4, 2)
+    pairs: Tensor = by_output.unflatten(3, (-1, 2)).permute(0, 3, 1, 4, 2)
+    return pairs
 
 
 def _shifts_of_4_bits() -> list[int]:
