@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
-    """What the layers of experts of a model have in common."""
+    """The shape that all layers of experts of a model share."""
 
     num_experts: int  # of all ranks
     hidden_size: int
