@@ -1,4 +1,4 @@
-"""How weights of 8 and 4 bits are packed for products on the CPU.
+"""Packs weights of 8 and 4 bits for products on the CPU.
 
     W[o, i] = scales[o, g] * code[o, i] + offsets[o, g],  g = i // group
 
