@@ -62,7 +62,8 @@ from aserve.gpu.parallel.staged_drafts import UNWATCHED, StepWatch, TurnDevice
 from aserve.gpu.runner import ModelRunner
 from aserve.gpu.sampling.plan import RowParams
 from aserve.gpu.step.held import HeldSample, read_drafts
-from aserve.gpu.step.plan import LogitsPlan, StepPlan, plan_step
+from aserve.gpu.step.plan import LogitsPlan, StepPlan
+from aserve.gpu.step.repeated import StepPlanner
 from aserve.gpu.step.results import Layout, check_step, read_sample, read_step, seq_lens
 from aserve.gpu.step.ticket import Outcome, StepTicket
 from aserve.gpu.step_threads import Job, StepThreads
@@ -108,6 +109,9 @@ class TorchExecutor:
         self._watch = parts.watch
         self._slice_len = slice_len_of(parts.device, vocab_size=parts.spec.vocab_size)
         self._row_params = RowParams(parts.spec.max_rows)
+        self._planner = StepPlanner(
+            self._row_params, vocab_size=parts.spec.vocab_size, slice_len=self._slice_len
+        )
         self._published = PublishedLens() if parts.needs_host_lens else None
         self._read_s = 0.0  # when the last result came; written where results are read
         self._staging = PinnedSlots(parts.device, is_debug=parts.is_debug)
@@ -193,8 +197,7 @@ class TorchExecutor:
         self._watch.begin(batch, self._turn_device)
         self._row_params.write(batch.row_inits)
         self._runner.state.kv_streams.begin(batch.iteration)
-        vocab_size, slice_len = self.spec.vocab_size, self._slice_len
-        plan = plan_step(batch, self._row_params, vocab_size=vocab_size, slice_len=slice_len)
+        plan = self._planner.plan(batch)
         if self._published is not None and not plan.is_exact:
             exact = self._published.exact(plan.rows, plan.kv_lens, plan.is_bound)
             plan = plan.with_exact_lens(exact)

@@ -42,12 +42,19 @@ class FusedStep(Protocol):
 class FusedWindows:
     """A step of windows that has run, on the host."""
 
+    plan: StepPlan
     packed: Packed
     counts: Int64s  # [rows], the tokens that each row gets
     token_ids: Int64s  # [tokens], without placeholders
     kv_lens: Int64s  # [rows], exact KV lengths before the step
-    lens: Int64s  # [rows], KV lengths after it, without rejected drafts
     hidden: Tensor  # [tokens, hidden], after the final norm
+
+    @property
+    def lens(self) -> Int64s:
+        """[rows], the KV lengths after the step, without rejected drafts."""
+        num_rejected = (1 + self.plan.num_drafts - self.counts) * (self.counts > 0)
+        lens: Int64s = self.kv_lens + self.plan.query_lens - num_rejected
+        return lens
 
 
 class FusedDecoder(FusedStep, Protocol):

@@ -29,7 +29,8 @@ from aserve.gpu.cudagraph.warmup import run_padding_steps
 from aserve.gpu.mlx.arrays import to_host
 from aserve.gpu.mlx.runner import Graph, MlxRunner
 from aserve.gpu.sampling.plan import RowParams
-from aserve.gpu.step.plan import LogitsPlan, StepPlan, plan_step
+from aserve.gpu.step.plan import LogitsPlan, StepPlan
+from aserve.gpu.step.repeated import StepPlanner
 from aserve.gpu.step.results import Layout, read_sample, read_step, seq_lens
 from aserve.gpu.step.ticket import StepTicket
 from aserve.gpu.step_threads import Job, StepThreads
@@ -61,6 +62,9 @@ class MlxExecutor:
         self._runner = runner
         self._row_params = RowParams(spec.max_rows)
         self._slice_len = max(1, LOGITS_ELEMENTS // spec.vocab_size)
+        self._planner = StepPlanner(
+            self._row_params, vocab_size=spec.vocab_size, slice_len=self._slice_len
+        )
         self._last: tuple[mx.array, ...] = ()  # what later steps read of the last one
         self._threads = StepThreads(self._run, land_after_all=self._land_after_all)
 
@@ -104,12 +108,7 @@ class MlxExecutor:
 
     def _step(self, batch: ScheduleBatch, ticket: StepTicket) -> None:
         self._row_params.write(batch.row_inits)
-        plan = plan_step(
-            batch,
-            self._row_params,
-            vocab_size=self.spec.vocab_size,
-            slice_len=self._slice_len,
-        )
+        plan = self._planner.plan(batch)
         self._runner.apply(batch)
         graph = self._runner.step(plan, wait=lambda: mx.eval(*self._last))
         self._compute(graph, functools.partial(self._read_step, plan, graph.layout, ticket))

@@ -80,7 +80,7 @@ class FusedSpeculation:
             drafter.draft(plan)
         capture = None if drafter is None else self._wants.capture()
         windows = self._target.verify(plan, capture, is_block=self._is_block)
-        if plan.num_drafts.any() or plan.is_bound.any():  # otherwise the host knows the lengths
+        if plan.batch.verify or not plan.is_exact:  # otherwise the host knows the lengths
             publish(torch.from_numpy(windows.lens).to(torch.int32))
         if drafter is not None:
             drafter.extend(plan, windows, self._wants.features(capture, windows.hidden))

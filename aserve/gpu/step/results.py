@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,34 +111,28 @@ def read_step(
     """words: a packed result, int32, on the host. Padding rows, which come last, are dropped. A row
     that cannot be sampled is an error.
     """
-    ends = list(itertools.accumulate(layout.sizes, initial=0))
-    tokens, counts, is_valid, chosen, top_ids, top_logprobs, prompt_words, _ = (
-        words[start:end] for start, end in itertools.pairwise(ends)
-    )
+    ends = list(itertools.accumulate(layout.sizes))
     rows = logits.rows[: layout.num_samples]
-    tokens = tokens.reshape(layout.num_samples, layout.width)[: len(rows)]
-    counts, is_valid = counts[: len(rows)], is_valid[: len(logits.tokens)]
-    if not is_valid.all():
+    tokens = words[: ends[0]].reshape(layout.num_samples, layout.width)[: len(rows)]
+    counts = words[ends[0] : ends[1]][: len(rows)]
+    is_valid = words[ends[1] : ends[2]][: len(logits.tokens)]
+    if np.count_nonzero(is_valid) < len(is_valid):
         row = int(np.repeat(logits.rows, logits.windows)[np.flatnonzero(is_valid == 0)[0]])
         return StepError(f"row {row}: no token can be drawn from its logits (NaN, or all banned)")
     read = Prompts()
     if prompts is not None and layout.num_prompt_words:
-        found = read_prompts(prompt_words, prompts)
+        found = read_prompts(words[ends[5] : ends[6]], prompts)
         if isinstance(found, StepError):
             return found
         read = found
     is_emitted = np.arange(layout.width) < counts[:, None]
-    scores = _Scores(
-        chosen.view(np.float32),
-        top_ids.reshape(layout.num_scored, layout.num_top),
-        top_logprobs.view(np.float32).reshape(layout.num_scored, layout.num_top),
-    )
+    scores = words[ends[2] : ends[5]]
     return StepResult(
         iteration=iteration,
         rows=rows.tobytes(),
         counts=counts.tobytes(),
         tokens=tokens[is_emitted].tobytes(),
-        logprobs=tuple(scores.by_row(logits, counts)),
+        logprobs=_read_logprobs(scores, layout, logits, counts) if layout.num_scored else (),
         prompt_logprobs=read.logprobs,
         embeddings=read.embeddings,
     )
@@ -182,26 +175,19 @@ def seq_lens(plan: StepPlan, lens: ArrayI32) -> SeqLens:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Scores:
-    """Logprobs of all logits rows that want them, one after the other."""
-
-    chosen: np.ndarray[tuple[int], np.dtype[np.float32]]
-    top_ids: np.ndarray[tuple[int, int], np.dtype[np.int32]]
-    top_logprobs: np.ndarray[tuple[int, int], np.dtype[np.float32]]
-
-    def by_row(self, logits: LogitsPlan, counts: ArrayI32) -> Iterator[RowLogprobs]:
-        """Yields the logprobs of each row's emitted tokens, with as many alternatives as it asked
-        for.
-        """
-        start = 0
-        for index in np.flatnonzero(logits.num_logprobs[: len(counts)] >= 0):
-            part = slice(start, start + int(counts[index]))
-            num_top = int(logits.num_logprobs[index])
-            yield RowLogprobs(
-                row=int(logits.rows[index]),
-                chosen=self.chosen[part].tobytes(),
-                top_ids=self.top_ids[part, :num_top].tobytes(),
-                top_logprobs=self.top_logprobs[part, :num_top].tobytes(),
-            )
-            start += int(logits.windows[index])
+def _read_logprobs(
+    words: ArrayI32, layout: Layout, logits: LogitsPlan, counts: ArrayI32
+) -> tuple[RowLogprobs, ...]:
+    """Returns the logprobs of each row's emitted tokens, with as many alternatives as it asked for.
+    `words` has those of all logits rows that want some, one after the other.
+    """
+    chosen, tables = words[: layout.num_scored], words[layout.num_scored :]
+    top_ids, top_logprobs = tables.reshape(2, layout.num_scored, layout.num_top)
+    found: list[RowLogprobs] = []
+    start = 0
+    for index in np.flatnonzero(logits.num_logprobs[: len(counts)] >= 0):
+        part, num_top = slice(start, start + int(counts[index])), int(logits.num_logprobs[index])
+        values = (chosen[part], top_ids[part, :num_top], top_logprobs[part, :num_top])
+        found.append(RowLogprobs(int(logits.rows[index]), *(each.tobytes() for each in values)))
+        start += int(logits.windows[index])
+    return tuple(found)

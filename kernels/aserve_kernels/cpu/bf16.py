@@ -33,6 +33,13 @@ NUMBA_TYPES: Mapping[torch.dtype, types.Type] = {
 }
 
 
+ELEMENTS: Mapping[torch.dtype, type[np.generic]] = {
+    torch.float32: np.float32,
+    torch.bfloat16: np.uint16,
+    torch.float8_e4m3fn: np.uint8,
+}
+
+
 def numba_type(dtype: torch.dtype) -> types.Type:
     """Returns the type of the elements of such an array."""
     bits = BITS.get(dtype)
@@ -46,6 +53,17 @@ def as_array(tensor: Tensor) -> Floats:
         return bits
     array: Floats = tensor.numpy()
     return array
+
+
+def empty_array(shape: tuple[int, ...], dtype: torch.dtype) -> Floats:
+    """Returns memory for a tensor of this dtype."""
+    array: Floats = np.empty(shape, ELEMENTS[dtype])
+    return array
+
+
+def as_tensor(array: Floats, dtype: torch.dtype) -> Tensor:
+    """Returns the tensor of which `array` is a view."""
+    return torch.from_numpy(array).view(dtype)
 
 
 def widen(source: Floats, target: Float32s, /) -> None:

@@ -16,7 +16,14 @@ import torch
 from numba import from_dtype, njit, prange, types
 from torch import Tensor
 
-from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, numba_type
+from aserve_kernels.cpu.bf16 import (
+    Float32s,
+    Floats,
+    as_array,
+    as_tensor,
+    empty_array,
+    numba_type,
+)
 from aserve_kernels.cpu.decoder_layers import (
     LAYER,
     LORA,
@@ -48,26 +55,29 @@ INT32_LIKE = np.empty(0, np.int32)  # for `array_at`, which takes its dtype
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """The rows of a step as the host knows them, int64 [rows] each."""
+    """The rows of a step as the host knows them, int64 [rows] each. Steps that repeat each other
+    have the same ones."""
 
     rows: Int64s
-    kv_lens: Int64s  # KV lengths before the step
-    is_bound: Int64s  # 1 where kv_lens is an upper bound, and the relay has the length
+    is_bound: Int64s  # 1 where the KV length is an upper bound, and the relay has the length
     query_lens: Int64s
     num_drafts: Int64s  # the last tokens of the row, which the relay has
     is_sampled: Int64s  # 0 for a chunk that is not the prompt's last
+    num_samples: int
+    num_logits: int  # tokens of all windows
+    width: int  # tokens of the longest window, at least 1
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
     """The results of a step, beside what it writes to the pools and the relay."""
 
-    words: Tensor  # int32: tokens [samples, width], counts [samples], is_valid [logits]
+    words: Int32s  # tokens [samples, width], counts [samples], is_valid [logits]
     counts: Int64s  # [rows], the tokens that each row gets
     token_ids: Int64s  # [tokens], without placeholders
     kv_lens: Int64s  # [rows], exact KV lengths before the step
-    hidden: Tensor  # [tokens, hidden] after the final norm, in the model's dtype
-    streams: Tensor  # [captured, tokens, hidden], residual streams in the model's dtype
+    hidden: Floats  # [tokens, hidden] after the final norm, in the model's dtype
+    streams: Floats  # [captured, tokens, hidden], residual streams in the model's dtype
 
 
 def decoder_forward(
@@ -91,63 +101,62 @@ def decoder_forward(
     any number above.
     """
     out, streams = _empty_outputs(len(input_ids), tables)
-    if hidden is None:
-        hidden = out[:0]
+    inputs = out[:0] if hidden is None else as_array(hidden)
     own = (rows.rows, rows.lens, rows.starts, rows.query_lens, slots, tables.captured)
     records = (tables.model, tables.layers, tables.loras)
     forward = _forward_alone if num_workers == 1 else _forward
     residual = np.empty((0, out.shape[1]), np.float32) if stream is None else stream.numpy()
-    written = (as_array(out), as_array(streams), residual, kv_like(tables))
+    written = (out, streams, residual, kv_like(tables))
     team = (new_meeting(), num_workers)
-    forward(input_ids, as_array(hidden), *own, *records, *written, *team)
-    return out, streams
+    forward(input_ids, inputs, *own, *records, *written, *team)
+    return as_tensor(out, tables.dtype), as_tensor(streams, tables.dtype)
 
 
 def decoder_step(
     input_ids: Int64s,
+    kv_lens: Int64s,
     rows: StepRows,
     slots: Int64s,
-    iteration: int,
     tables: Tables,
     *,
+    iteration: int,
     is_block: bool = False,
     num_workers: int = 1,
 ) -> StepOutputs:
     """Runs the forward, draws tokens for the sampled rows, and accepts drafts.
 
-    An id of -r stands for the last token of row r. Also writes the ids to the token pool, and the
-    relay: each sampled row's last token, and the iteration that wrote it; and every row's KV length
-    after the step, in a mode that publishes it. `is_block`: windows are verified as blocks where
-    the relay has the distributions of their drafts. `num_workers` as in `decoder_forward`.
+    An id of -r stands for the last token of row r; kv_lens int64 [rows] are the KV lengths before
+    the step. Also writes the ids to the token pool, and the relay: each sampled row's last token,
+    and the iteration that wrote it; and every row's KV length after the step, in a mode that
+    publishes it. `is_block`: windows are verified as blocks where the relay has the distributions
+    of their drafts. `num_workers` as in `decoder_forward`.
     """
-    windows = (1 + rows.num_drafts) * rows.is_sampled
-    num_samples, width = int(rows.is_sampled.sum()), int(windows.max(initial=1))
-    num_words = num_samples * (width + 1) + int(windows.sum())
-    words = torch.zeros(num_words, dtype=torch.int32)
-    counts, kv_lens = np.zeros_like(rows.rows), np.empty_like(rows.rows)
-    token_ids = np.empty(len(input_ids), np.int64)
+    num_words = rows.num_samples * (rows.width + 1) + rows.num_logits
+    words = np.zeros(num_words, np.int32)
+    counts, exact_lens = np.zeros_like(kv_lens), np.empty_like(kv_lens)
+    token_ids = np.empty_like(input_ids)
     out, streams = _empty_outputs(len(input_ids), tables)
-    known = (rows.rows, rows.kv_lens, rows.is_bound, rows.query_lens, rows.num_drafts)
+    known = (rows.rows, kv_lens, rows.is_bound, rows.query_lens, rows.num_drafts)
     inputs = (input_ids, *known, rows.is_sampled, slots, tables.captured)
-    written = (counts, token_ids, kv_lens, as_array(out), as_array(streams), words.numpy())
+    written = (counts, token_ids, exact_lens, out, streams, words)
     numbers = (iteration, int(is_block))
     step = _step_alone if num_workers == 1 else _step
     records = (tables.model, tables.layers, tables.loras)
     team = (new_meeting(), num_workers)
     step(*inputs, *numbers, *records, *written, kv_like(tables), *team)
-    return StepOutputs(words, counts, token_ids, kv_lens, out, streams)
+    return StepOutputs(words, counts, token_ids, exact_lens, out, streams)
 
 
-def _empty_outputs(num_tokens: int, tables: Tables) -> tuple[Tensor, Tensor]:
+def _empty_outputs(num_tokens: int, tables: Tables) -> tuple[Floats, Floats]:
     """Returns memory for the output of the layers, and for the residual streams."""
     shape = (num_tokens, int(tables.model["hidden"][0]))
-    streams = torch.empty((len(tables.captured), *shape), dtype=tables.dtype)
-    return torch.empty(shape, dtype=tables.dtype), streams
+    streams = empty_array((len(tables.captured), *shape), tables.dtype)
+    return empty_array(shape, tables.dtype), streams
 
 
 def kv_like(tables: Tables) -> Floats:
     """An empty array in the dtype of KV."""
-    return as_array(torch.empty(0, dtype=tables.kv_dtype))
+    return empty_array((0,), tables.kv_dtype)
 
 
 COLUMN = types.Array(types.int64, 1, "C")

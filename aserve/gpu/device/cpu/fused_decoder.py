@@ -9,7 +9,7 @@ records, which hold addresses of weights, pools and tables, and sizes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -34,10 +34,11 @@ from aserve.gpu.models.base import CausalModel, HiddenCapture
 from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.parallel.stages import StagedDecoder
 from aserve.gpu.step.forward_batch import ForwardBatch
-from aserve.gpu.step.plan import StepPlan
+from aserve.gpu.step.plan import LogitsPlan, StepPlan
 from aserve.gpu.step.resolve import DeviceState
 from aserve.gpu.step.results import Layout, Packed
 from aserve.messages.requests import stamp_of
+from aserve_kernels.cpu.bf16 import as_tensor
 from aserve_kernels.cpu.decoder_forward import (
     StepRows,
     compile_decoder_forward,
@@ -54,12 +55,22 @@ R = TypeVar("R")
 FEW_TOKENS = 256  # per row; above this, torch's attention within a prompt is faster
 
 
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What plans share that repeat each other: those with the same `logits` (step/repeated.py)."""
+
+    logits: LogitsPlan
+    rows: StepRows
+    slots: Int64s  # [tokens], of adapters
+    layout: Layout
+
+
 class CompiledForward:
     """A `FusedDecoder`."""
 
     __slots__ = (
         *("_adapted", "_can_draw", "_num_layers", "_plain", "_ranks", "_records"),
-        *("_stage", "_state", "_team"),
+        *("_shared", "_stage", "_state", "_team"),
     )
 
     def __init__(
@@ -71,6 +82,7 @@ class CompiledForward:
         self._can_draw = self._stage is None and has_packed_head(decoder)
         self._team = TeamChoice(num_workers)
         self._num_layers = len(decoder.blocks)
+        self._shared: _Shared | None = None  # of the last plan
         self._records = ModelRecords(decoder, state)
         self._plain = self._records.tables
         self._adapted = replace(self._plain, loras=describe_loras(decoder))
@@ -110,11 +122,12 @@ class CompiledForward:
     def can_step(self, plan: StepPlan) -> bool:
         """Whether each sampled row needs at most noise: no filters, penalties, masks, logprobs or
         prompt results."""
+        is_short = len(plan.input_ids) == len(plan.rows) or plan.query_lens.max() <= FEW_TOKENS
         return (
             self._can_draw
             and plan.prompts is None
             and not len(plan.held_rows)
-            and plan.query_lens.max(initial=0) <= FEW_TOKENS
+            and bool(is_short)
             and all(part.is_plain and not part.needs_filter for part in plan.logits.slices)
         )
 
@@ -124,20 +137,39 @@ class CompiledForward:
     def verify(
         self, plan: StepPlan, capture: HiddenCapture | None = None, *, is_block: bool = False
     ) -> FusedWindows:
-        own = _rows_of(plan)
-        slots = self._slots_of(own.rows, own.query_lens)
-        ids = plan.input_ids.astype(np.int64)
-        iteration = stamp_of(plan.iteration)
-        tables = self._tables_for(slots, capture)
-        work = partial(decoder_step, ids, own, slots, iteration, tables, is_block=is_block)
+        shared = self._shared
+        if shared is None or shared.logits is not plan.logits:
+            shared = self._shared = self._share(plan)
+        ids, kv_lens = plan.input_ids.astype(np.int64), plan.kv_lens.astype(np.int64)
+        work = partial(
+            decoder_step,
+            *(ids, kv_lens, shared.rows, shared.slots, self._tables_for(shared.slots, capture)),
+            iteration=stamp_of(plan.iteration),
+            is_block=is_block,
+        )
         done = self._of_ranks(len(ids), lambda num: work(num_workers=num))
-        _fill(capture, done.streams)
-        num, width = len(plan.logits.rows), int(plan.logits.windows.max(initial=1))
-        layout = Layout(num, width, len(plan.logits.tokens), 0, 0, num_prompt_words=0)
-        packed = Packed(done.words, layout)
-        num_rejected = (1 + own.num_drafts - done.counts) * (done.counts > 0)
-        lens = done.kv_lens + own.query_lens - num_rejected
-        return FusedWindows(packed, done.counts, done.token_ids, done.kv_lens, lens, done.hidden)
+        if capture is not None:
+            _fill(capture, as_tensor(done.streams, self._plain.dtype))
+        packed = Packed(torch.from_numpy(done.words), shared.layout)
+        hidden = as_tensor(done.hidden, self._plain.dtype)
+        return FusedWindows(plan, packed, done.counts, done.token_ids, done.kv_lens, hidden)
+
+    def _share(self, plan: StepPlan) -> _Shared:
+        rows, logits = plan.rows.astype(np.int64), plan.logits
+        query_lens, num_drafts = plan.query_lens.astype(np.int64), plan.num_drafts.astype(np.int64)
+        is_sampled = np.isin(plan.rows, logits.rows).astype(np.int64)
+        windows = (1 + num_drafts) * is_sampled
+        num_samples, num_logits = len(logits.rows), int(windows.sum())
+        width = int(windows.max(initial=1))
+        return _Shared(
+            logits,
+            StepRows(
+                *(rows, plan.is_bound.astype(np.int64), query_lens, num_drafts, is_sampled),
+                *(num_samples, num_logits, width),
+            ),
+            self._slots_of(rows, query_lens),
+            Layout(num_samples, width, num_logits, 0, 0, num_prompt_words=0),
+        )
 
     def _of_ranks(self, num_tokens: int, work: Callable[[int], R]) -> R:
         """Calls `work` with a number of threads. Raises RankLost if another rank was lost."""
@@ -169,17 +201,6 @@ def _fill(capture: HiddenCapture | None, streams: Tensor) -> None:
     capture.layers.extend(streams[:num_layers])
     if capture.wants_before_norm:
         capture.before_norm = streams[num_layers]
-
-
-def _rows_of(plan: StepPlan) -> StepRows:
-    return StepRows(
-        rows=plan.rows.astype(np.int64),
-        kv_lens=plan.kv_lens.astype(np.int64),
-        is_bound=plan.is_bound.astype(np.int64),
-        query_lens=plan.query_lens.astype(np.int64),
-        num_drafts=plan.num_drafts.astype(np.int64),
-        is_sampled=np.isin(plan.rows, plan.logits.rows).astype(np.int64),
-    )
 
 
 def make_compiled_forward(model: CausalModel, state: DeviceState) -> CompiledForward | None:
