@@ -22,7 +22,13 @@ from aserve_kernels.cpu.exp2 import LOG2_E, power_of_two
 from aserve_kernels.cpu.gemm import HAS_AVX512_BF16
 from aserve_kernels.cpu.host_rows import NO_WINDOW, HostRows, Int64s
 from aserve_kernels.cpu.online_softmax import fold_log2, softmax_update
-from aserve_kernels.cpu.pair_rows import PAIRS, load_even, load_odd, pair_dot_products
+from aserve_kernels.cpu.pair_rows import (
+    PAIRS,
+    load_even,
+    load_odd,
+    pair_dot_products,
+    store_pairs,
+)
 from aserve_kernels.cpu.precompile import FASTMATH, NO_REFCOUNT, cached_njit, compile_ahead
 from aserve_kernels.cpu.simd import (
     LANES,
@@ -165,7 +171,7 @@ def attend_share(
     softmax = np.empty((heads * query_len * group_size, 2), np.float32)
     tiles = np.zeros((2, tile_len(width) * width), np.float32)
     pairs = np.empty(vectors.shape[1], keys.dtype)
-    scores, slots = np.empty(TILE, np.float32), np.empty((2, TILE), np.int64)
+    scores, slots = np.empty((2, TILE), np.float32), np.empty((2, TILE), np.int64)
     unit = 0
     for r in range(rows.shape[0]):
         for first in range(0, query_lens[r], query_len):
@@ -221,17 +227,22 @@ def _attend_block(
     tile_keys, tile_values = tiles[0], tiles[1]
     all_keys, all_values, places = keys.reshape(-1), values.reshape(-1), slots[1]
     is_paired = HAS_AVX512_BF16 and keys.itemsize == 2 and head_dim % PAIRS == 0
+    # PERF: two heads of a query weight the same values, which are loaded and widened once.
+    num_together = 2 if is_paired and group_size % 2 == 0 else 1
     width = padded_width(keys)
     tile_size = tile_len(width)
     num_query_rows = (last_head - first_head) * num_queries * group_size
     for query_row in range(num_query_rows):
         query = query_row // group_size % num_queries
         head = first_head + query_row // (group_size * num_queries)
-        own = queries[query_row * width : query_row * width + head_dim]
-        widen(q[query, head * group_size + query_row % group_size], own)
-        narrow(own, pairs[query_row * width : query_row * width + head_dim])
-        for d in range(query_row * width, query_row * width + width):
-            queries[d] *= factor
+        own, end = q[query, head * group_size + query_row % group_size], (query_row + 1) * width
+        if is_paired:
+            narrow(own, pairs[query_row * width : end])
+        else:
+            widen(own, queries[query_row * width : query_row * width + head_dim])
+            for d in range(query_row * width, end):
+                queries[d] *= factor
+        for d in range(query_row * width, end):
             outputs[d] = np.float32(0)
         softmax[query_row, 0] = -np.inf
         softmax[query_row, 1] = np.float32(0)
@@ -255,39 +266,53 @@ def _attend_block(
                 widen_tile(keys, slots[0], size, head, tile_keys, width)
                 widen_tile(values, slots[0], size, head, tile_values, width)
             first_query_row = (head - first_head) * num_queries * group_size
-            for i in range(num_queries * group_size):
+            for i in range(0, num_queries * group_size, num_together):
                 query_position = position + i // group_size
                 low = max(0, query_position - window + 1 - tile)
                 high = min(size, query_position + 1 - tile)
                 if low < high:
                     query_row = first_query_row + i
                     at = query_row * width
-                    if is_paired:
-                        score_pairs(pairs, at, width, all_keys, places, low, high, factor, scores)
-                        rescale = softmax_update(scores, low, high, cap, softmax, query_row)
+                    if not is_paired:
+                        score(queries, at, width, tile_keys, low, high, scores[0])
+                        rescale = softmax_update(scores[0], low, high, cap, softmax, query_row)
+                        add_values(scores[0], low, high, tile_values, rescale, outputs, at, width)
+                        continue
+                    score_pairs(pairs, at, width, all_keys, places, low, high, factor, scores[0])
+                    rescale = softmax_update(scores[0], low, high, cap, softmax, query_row)
+                    if num_together == 1:
                         add_pairs(
-                            scores, low, high, all_values, places, rescale, outputs, at, width
+                            scores[0], low, high, all_values, places, rescale, outputs, at, width
                         )
-                    else:
-                        score(queries, at, width, tile_keys, low, high, scores)
-                        rescale = softmax_update(scores, low, high, cap, softmax, query_row)
-                        add_values(scores, low, high, tile_values, rescale, outputs, at, width)
+                        continue
+                    score_pairs(
+                        pairs, at + width, width, all_keys, places, low, high, factor, scores[1]
+                    )
+                    next_rescale = softmax_update(scores[1], low, high, cap, softmax, query_row + 1)
+                    add_two_pairs(
+                        scores, low, high, all_values, places, rescale, next_rescale, outputs, at,
+                        width,
+                    )  # fmt: skip
     for query_row in range(num_query_rows):
         query = query_row // group_size % num_queries
         head = first_head + query_row // (group_size * num_queries)
         own_head = head * group_size + query_row % group_size
-        # A sink joins the sum like the score of a key with the value zero.
-        excess = sinks[own_head] - softmax[query_row, 0]
-        rescale = power_of_two(-max(np.float32(0), excess))
-        sink = power_of_two(min(np.float32(0), excess))
-        scale = value_scale * rescale / (softmax[query_row, 1] * rescale + sink)
+        scale = value_scale / softmax[query_row, 1]
+        if sinks[own_head] != -np.inf:
+            # A sink joins the sum like the score of a key with the value zero.
+            excess = sinks[own_head] - softmax[query_row, 0]
+            rescale = power_of_two(-max(np.float32(0), excess))
+            sink = power_of_two(min(np.float32(0), excess))
+            scale = value_scale * rescale / (softmax[query_row, 1] * rescale + sink)
         for d in range(query_row * width, query_row * width + width):
             outputs[d] *= scale
-        own = outputs[query_row * width : query_row * width + head_dim]
         if is_paired:
-            order_pairs(own, queries[:head_dim])
-            own = queries[:head_dim]
-        narrow(own, out[query, own_head])
+            for d in range(0, head_dim, PAIRS):
+                even, odd = (query_row * width + d, query_row * width + d + LANES)
+                store_pairs(load(outputs, even), load(outputs, odd), out[query, own_head], d)
+        else:
+            own = outputs[query_row * width : query_row * width + head_dim]
+            narrow(own, out[query, own_head])
 
 
 @njit(nogil=True, **NO_REFCOUNT)
@@ -404,8 +429,37 @@ def add_pairs(
 
 
 @njit(inline="always")
-def order_pairs(x: Float32s, target: Float32s) -> None:
-    """Brings the elements of an output of `add_pairs` into their order."""
-    for i in range(0, x.shape[0], PAIRS):
-        for k in range(LANES):
-            target[i + 2 * k], target[i + 2 * k + 1] = x[i + k], x[i + LANES + k]
+def add_two_pairs(
+    weights: Float32s, low: int, high: int, values: Floats, places: Int64s,
+    rescale: np.float32, next_rescale: np.float32, outputs: Float32s, start: int, width: int,
+) -> None:  # fmt: skip
+    """Does what `add_pairs` does, in its order, for two query rows that follow each other; weights
+    [2, keys]."""
+    for i in range(0, width, PAIRS):
+        at, next_at = start + i, start + width + i
+        a = fma(zeros(), load(outputs, at), splat(rescale))
+        b = fma(zeros(), load(outputs, at + LANES), splat(rescale))
+        e = fma(zeros(), load(outputs, next_at), splat(next_rescale))
+        f = fma(zeros(), load(outputs, next_at + LANES), splat(next_rescale))
+        c, d, g, h = zeros(), zeros(), zeros(), zeros()
+        for j in range(low, high - 1, 2):
+            value, next_value = places[j] + i, places[j + 1] + i
+            left, right = load_even(values, value), load_odd(values, value)
+            first, second = splat(weights[0, j]), splat(weights[1, j])
+            a, b = fma(a, first, left), fma(b, first, right)
+            e, f = fma(e, second, left), fma(f, second, right)
+            left, right = load_even(values, next_value), load_odd(values, next_value)
+            first, second = splat(weights[0, j + 1]), splat(weights[1, j + 1])
+            c, d = fma(c, first, left), fma(d, first, right)
+            g, h = fma(g, second, left), fma(h, second, right)
+        if (high - low) % 2:
+            value = places[high - 1] + i
+            left, right = load_even(values, value), load_odd(values, value)
+            first, second = splat(weights[0, high - 1]), splat(weights[1, high - 1])
+            a, b = fma(a, first, left), fma(b, first, right)
+            e, f = fma(e, second, left), fma(f, second, right)
+        one = splat(np.float32(1))
+        store(fma(a, c, one), outputs, at)
+        store(fma(b, d, one), outputs, at + LANES)
+        store(fma(e, g, one), outputs, next_at)
+        store(fma(f, h, one), outputs, next_at + LANES)

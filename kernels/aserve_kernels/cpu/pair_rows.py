@@ -15,7 +15,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from aserve_kernels.cpu.bf16 import Floats, widen
+from aserve_kernels.cpu.bf16 import Floats, narrow, widen
 from aserve_kernels.cpu.gemm import TileEmitter
 from aserve_kernels.cpu.host_rows import Int64s
 from aserve_kernels.cpu.simd import (
@@ -57,6 +57,12 @@ def load_odd(source: Floats, start: int) -> Lanes:
     return _every_other(source, start + 1)
 
 
+def store_pairs(even: Lanes, odd: Lanes, target: Floats, start: int) -> None:
+    """target[start : start + 32] = the elements of both, in turn, rounded to bfloat16."""
+    wide = np.stack((even, odd), axis=1).reshape(-1)
+    narrow(wide, target[start : start + PAIRS])
+
+
 def _every_other(source: Floats, start: int) -> Lanes:
     chosen: Floats = source[start : start + PAIRS - 1 : 2].copy()
     lanes = np.empty(LANES, np.float32)
@@ -73,6 +79,11 @@ class _Pairs(TileEmitter):
 
     def odd(self, pairs: Any) -> Any:
         return self._high(pairs)
+
+    def joined(self, even: Any, odd: Any) -> Any:
+        builder = self._builder
+        low, high = (builder.zext(self._rounded(each), INT32X16) for each in (even, odd))
+        return builder.or_(low, builder.shl(high, ir.Constant(INT32X16, [16] * LANES)))
 
 
 @intrinsic
@@ -119,6 +130,16 @@ def _load_odd(typing: Any, source: Any, start: Any) -> Intrinsic:
     return LANES_TYPE(source, types.intp), emit
 
 
+@intrinsic
+def _store_pairs(typing: Any, even: Any, odd: Any, target: Any, start: Any) -> Intrinsic:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address = address_of(context, builder, target, args[2], args[3], INT32X16)
+        builder.store(_Pairs(builder, is_paired=True).joined(args[0], args[1]), address, align=2)
+        return context.get_dummy_value()
+
+    return types.void(LANES_TYPE, LANES_TYPE, target, types.intp), emit
+
+
 @overload(pair_dot_products, inline="always", strict=False)
 def _overload_pair_dot_products(
     x: Any, start: Any, rows: Any, starts: Any, first: Any, width: Any
@@ -136,3 +157,10 @@ def _overload_load_even(source: Any, start: Any) -> Callable[[Floats, int], Lane
 @overload(load_odd, inline="always", strict=False)
 def _overload_load_odd(source: Any, start: Any) -> Callable[[Floats, int], Lanes]:
     return lambda source, start: _load_odd(source, start)
+
+
+@overload(store_pairs, inline="always", strict=False)
+def _overload_store_pairs(
+    even: Any, odd: Any, target: Any, start: Any
+) -> Callable[[Lanes, Lanes, Floats, int], None]:
+    return lambda even, odd, target, start: _store_pairs(even, odd, target, start)
