@@ -10,7 +10,7 @@ from numba import njit
 from aserve_kernels.cpu.bf16 import Float32s, Floats, narrow, widen
 from aserve_kernels.cpu.host_rows import Int64s
 from aserve_kernels.cpu.memory import array_at
-from aserve_kernels.cpu.pair_rows import load_even, load_odd, pair_dot_products
+from aserve_kernels.cpu.pair_rows import load_even, load_odd, pair_dot_products, store_pairs
 from aserve_kernels.cpu.simd import LANES, load, maximum, reduce_max, store
 
 VALUES = torch.tensor(
@@ -68,6 +68,22 @@ def multiplied(x: Floats, rows: Floats, starts: Int64s, target: Float32s) -> Non
 def divided(rows: Floats, target: Float32s) -> None:
     store(load_even(rows, 3), target, 0)
     store(load_odd(rows, 3), target, LANES)
+
+
+@njit()
+def joined(source: Float32s, target: Floats) -> None:
+    store_pairs(load(source, 0), load(source, LANES), target, 1)
+
+
+def test_pairs_are_rounded_to_bfloat16_and_stored_in_turn() -> None:
+    source = torch.randn(2 * LANES, generator=torch.Generator().manual_seed(0))
+    source[: len(VALUES)] = VALUES
+    source[-1] = torch.nan
+    target = torch.zeros(2 * LANES + 2, dtype=torch.bfloat16)
+    joined(source.numpy(), target.view(torch.uint16).numpy())
+    expected = source.view(2, LANES).T.reshape(-1).bfloat16()
+    assert torch.equal(target[1:-1].nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert target[0] == target[-1] == 0
 
 
 def test_rows_of_bfloat16_are_multiplied_where_they_stand() -> None:
