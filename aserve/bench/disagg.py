@@ -20,7 +20,13 @@ import msgspec
 import numpy as np
 from msgspec.structs import astuple
 
-from aserve.bench.disagg_servers import FirstToken, Jitter, check_names, measure_servers
+from aserve.bench.disagg_servers import (
+    FirstToken,
+    Jitter,
+    Loop,
+    check_names,
+    measure_servers,
+)
 from aserve.bench.options import DisaggBenchOptions
 from aserve.bench.result import BenchResult, Table
 from aserve.config import Resolved
@@ -36,7 +42,8 @@ NOTE = (
     "count their checksums. Streams beside nothing show what the machine gives, and streams beside "
     "a process that copies memory what it gives to one of two processes. That process and the "
     "server that prefills run when no other process wants their core, as if they had a machine of "
-    "their own. A measurement ends after --seconds with what came until then. Goals: a transfer at "
+    "their own. A plain loop reads memory on one core while no server works: its p99 is the "
+    "machine's. A measurement ends after --seconds with what came until then. Goals: a transfer at "
     "0.7 of a plain socket's rate, and an ITL p99 of at most 1.3 medians from two servers while "
     "prompts arrive."
 )
@@ -59,10 +66,11 @@ def run(options: DisaggBenchOptions, _resolved: Resolved) -> BenchResult:
         found = runner.run(measure_servers(options))
     tables.append(_table("the first token of a long prompt", found.first_tokens))
     tables.append(_table("times between tokens", found.itls))
+    tables.append(_table("times of a plain loop, between these turns", found.loops))
     return BenchResult({**msgspec.structs.asdict(found), "rates": rates}, tuple(tables), (NOTE,))
 
 
-def _table(title: str, lines: Sequence[CarrierRate | FirstToken | Jitter]) -> Table:
+def _table(title: str, lines: Sequence[CarrierRate | FirstToken | Jitter | Loop]) -> Table:
     rows = [
         [f"{value:.2f}" if isinstance(value, float) else f"{value}" for value in astuple(line)]
         for line in lines

@@ -3,7 +3,8 @@
 Measures the first token of long prompts, and the times between the tokens of running streams: while
 nothing else goes on, while another process copies memory, and while long prompts arrive. The second
 is what the machine gives to one of two processes that share its memory and caches, whatever the
-other one computes.
+other one computes. Between these turns a plain loop reads memory for as long as a step lasts: how
+its times vary is the machine's own, and no server on it can do better.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ NUM_WARMUPS = 2
 USAGE = {"include_usage": True, "continuous_usage_stats": True, "include_timings": True}
 OPENING = "Once upon a time, there was a little robot."
 COPIED_BYTES = 256 << 20  # more than any processor's cache
+NUM_PARTS = 64  # of that memory, which a plain loop reads one after the other
 
 
 class FirstToken(msgspec.Struct, frozen=True):
@@ -58,9 +60,18 @@ class Jitter(msgspec.Struct, frozen=True):
     server_p99: float
 
 
+class Loop(msgspec.Struct, frozen=True):
+    """The times of a loop without any server: the median, and the p99 in medians."""
+
+    rounds: int
+    ms: float
+    p99: float
+
+
 class Servers(msgspec.Struct, frozen=True):
     first_tokens: list[FirstToken]
     itls: list[Jitter]
+    loops: list[Loop]
 
 
 def check_names(options: DisaggBenchOptions) -> None:
@@ -86,11 +97,13 @@ async def measure_servers(options: DisaggBenchOptions) -> Servers:
         for _, prefills in started.values():
             if prefills:
                 run_when_idle(prefills)
-        itls = []
-        for _, beside, name in itertools.product(range(options.turns), neighbours, names):
-            itls.append(await bench.jitter(name, started[name][0], beside))
-            shown()
-    return Servers(first_tokens, itls)
+        itls, loops = [], []
+        for _ in range(options.turns):
+            for beside, name in itertools.product(neighbours, names):
+                itls.append(await bench.jitter(name, started[name][0], beside))
+                shown()
+            loops.append(await asyncio.to_thread(read_memory, itls[-1].server_ms, options.seconds))
+    return Servers(first_tokens, itls, loops)
 
 
 @contextlib.asynccontextmanager
@@ -226,3 +239,21 @@ def _copy_memory(begun: Pipe) -> None:
     begun.send(None)
     while True:
         np.copyto(target, source)
+
+
+def read_memory(round_ms: float, seconds: float) -> Loop:
+    """Reads memory in rounds of about `round_ms`, for at most `seconds`."""
+    values = np.ones(COPIED_BYTES // 8)  # float64
+    part = len(values) // NUM_PARTS
+    start_s = time.perf_counter()
+    values.sum()
+    num_parts = max(1, round(NUM_PARTS * round_ms / 1e3 / (time.perf_counter() - start_s)))
+    times_ms: list[float] = []
+    ends_s = time.perf_counter() + seconds
+    while (start_s := time.perf_counter()) < ends_s:
+        for number in range(num_parts):
+            first = number % NUM_PARTS * part
+            values[first : first + part].sum()
+        times_ms.append(1e3 * (time.perf_counter() - start_s))
+    middle_ms = median(times_ms)
+    return Loop(len(times_ms), middle_ms, percentile(times_ms, 99) / middle_ms)

@@ -128,7 +128,11 @@ def test_streams_beside_long_prompts_end_in_time(capsys: Captured) -> None:
     """Steps sleep, so no stream comes to its last token."""
     sizes = ("--transfer-mib", "4", "--repeats", "1", "--prompts", "1", "--prompt-len", "40")
     case = ("--servers", "two", "--turns", "1", "--sleep-ms", "20", "--seconds", "1.5")
-    itls = figures_of(capsys, "disagg", *sizes, *case)["itls"]
+    figures = figures_of(capsys, "disagg", *sizes, *case)
+    itls, [loop] = figures["itls"], figures["loops"]
+    assert 5 < loop["ms"] < 200
+    assert 500 < loop["rounds"] * loop["ms"] < 3000
+    assert loop["p99"] >= 1
     assert [each["beside"] for each in itls] == ["nothing", "memory", "prompts"]
     assert [each["prompts"] > 0 for each in itls] == [False, False, True]
     for each in itls:
