@@ -55,8 +55,6 @@ def ask_mask(state: SchedulerState, sequence: Sequence) -> None:
 
 def held_flights(state: SchedulerState, step: Step) -> npt.NDArray[np.bool_]:
     """Returns which flights wait for a mask before they sample."""
-    if not state.masked:
-        return np.zeros(len(step.rows), np.bool_)
     return step.samples & (state.table.has_mask[step.rows] > 0)
 
 

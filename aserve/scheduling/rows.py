@@ -75,13 +75,14 @@ class RowTable:
     whole_len: Column  # tokens up to which a prompt is not cut into chunks
     has_mask: Column
     look_len: Column  # tokens from which on each result of it is looked at
-    max_step_tokens: Column  # that a decode of it computes
+    max_step_tokens: Column  # that a decode of it computes (the last of the copies)
 
     def __init__(self, max_rows: int) -> None:
         self._values = np.zeros((len(NAMES), max_rows + 1), np.int64)
         for name, column in zip(NAMES, self._values, strict=True):
             setattr(self, name, column)
         self.first_iteration[:] = NEVER
+        self.most_step_tokens = 0  # that a decode of any sequence computes which had a row
         self.clocks = self._values[:NUM_CLOCKS]  # the first columns: the clocks, and the flights
         # The objects of each row, so that a list of them is made without a loop.
         self.sequences: Objects = np.full(max_rows + 1, None, np.object_)
@@ -97,6 +98,7 @@ class RowTable:
         """
         values = self._values[:, row]
         values[:] = (*cells, *copies)
+        self.most_step_tokens = max(self.most_step_tokens, copies[-1])
         return values.data
 
     def leave(self, row: int, cells: Cells) -> Cells:
