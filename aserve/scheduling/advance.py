@@ -45,7 +45,8 @@ def commit_pages(state: SchedulerState, rows: Column) -> None:
         allocation, keys = sequence.allocation, sequence.page_keys(page_size)
         assert allocation is not None
         caches[allocation.rank].commit(allocation, keys, num_pages=num_pages)
-        lead(state, sequence, num_committed=num_pages)
+        if sequence.next_key is not None or num_pages < len(keys):
+            lead(state, sequence, num_committed=num_pages)
         if sequence.followers:
             wake(state, sequence)
 

@@ -33,7 +33,7 @@ class Spans(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        return int(self.query_lens.sum())
+        return int(np.add.reduce(self.query_lens))
 
     def join(self, more: Spans) -> Spans:
         rows = np.concatenate([self.rows, more.rows])

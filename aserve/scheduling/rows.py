@@ -114,6 +114,9 @@ class RowTable:
 NAMES = tuple(RowTable.__annotations__)
 NUM_CLOCKS = NAMES.index("remaining")
 NUM_CELLS, REMAINING = NAMES.index("num_tokens"), NAMES.index("remaining")
+COMMITTED_LEN, SCHEDULED_LEN = NAMES.index("committed_len"), NAMES.index("scheduled_len")
+FIRST_ITERATION, LAST_ITERATION = NAMES.index("first_iteration"), NAMES.index("last_iteration")
+NUM_FLIGHTS = NAMES.index("num_flights")
 # All sequences share these cells until one of their own is written, so most that wait have none.
 NO_CELLS: Cells = memoryview(
     array("q", [-(name == "cached_len") for name in NAMES[:NUM_CELLS]]).tobytes()
@@ -123,6 +126,22 @@ NO_CELLS: Cells = memoryview(
 class HasCells(Protocol):
     cells: Cells
     tokens: TokenLog
+
+
+def restart_cells(sequence: HasCells, committed_len: int) -> None:
+    """Writes the clocks of a sequence that has so many positions of KV and nothing in flight."""
+    cells = _make_cells(sequence) if sequence.cells is NO_CELLS else sequence.cells
+    assert not cells[NUM_FLIGHTS]
+    cells[COMMITTED_LEN] = cells[SCHEDULED_LEN] = committed_len
+    cells[REMAINING] = sequence.tokens.num - committed_len
+    cells[FIRST_ITERATION] = cells[LAST_ITERATION] + 1
+
+
+def _make_cells(sequence: HasCells) -> Cells:
+    """Gives a sequence cells of its own."""
+    cells = sequence.cells = array("q", NO_CELLS)
+    cells[REMAINING] = sequence.tokens.num
+    return cells
 
 
 class Cell:
@@ -135,10 +154,10 @@ class Cell:
         return sequence.cells[self._index]
 
     def __set__(self, sequence: HasCells, value: int) -> None:
-        if sequence.cells is NO_CELLS:
-            sequence.cells = array("q", NO_CELLS)
-            sequence.cells[REMAINING] = sequence.tokens.num
-        sequence.cells[self._index] = value
+        cells = sequence.cells
+        if cells is NO_CELLS:
+            cells = _make_cells(sequence)
+        cells[self._index] = value
 
 
 class RemainingCell(Cell):

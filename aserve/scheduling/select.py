@@ -45,7 +45,8 @@ def select(state: SchedulerState) -> tuple[Spans, list[Sequence]]:
             return chosen, []
     decodes, prefills = _ready_rows(state)
     by_rank = next_decodes(state, decodes)
-    state.draft_choice.choose(state.table, np.concatenate(by_rank), state.running)
+    if state.draft_choice.is_on:
+        state.draft_choice.choose(state.table, np.concatenate(by_rank), state.running)
     budget, mixes = state.spec.max_batched_tokens, state.spec.decode.mixes_prefill
     mixed = [_fill(state, own, budget) if mixes else NOTHING for own in by_rank]
     left = [budget - spans.num_tokens for spans in mixed]
