@@ -88,7 +88,7 @@ def _shared_pages(sequences: Objects) -> int:
 
 def _stats(state: SchedulerState, step: Step, admitted: list[Sequence]) -> StepStats:
     is_prefill = state.table.remaining[step.rows] > state.spec.decode.root_len
-    if not all([sequence.remaining > state.spec.decode.root_len for sequence in admitted]):
+    if any(sequence.remaining <= state.spec.decode.root_len for sequence in admitted):
         is_new = np.zeros(state.spec.max_rows + 1, np.bool_)
         is_new[[sequence.row for sequence in admitted]] = True
         is_prefill |= is_new[step.rows]

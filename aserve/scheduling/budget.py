@@ -176,13 +176,12 @@ def has_ample_room(state: SchedulerState) -> bool:
     more decode of every row. Mostly there are even for a step of `max_batched_tokens`, and then
     nobody has to count.
     """
-    num_rows, most, num_tokens = len(state.running), state.table.most_step_tokens, state.spec.max_batched_tokens
+    num_rows, most = len(state.running), state.table.most_step_tokens
     num_free = min([state.cache.available(pool) for pool in range(state.cache.num_pools)])
     num_free -= num_rows * (1 + state.num_pages(most))
-    if num_free >= state.num_pages(num_tokens):
+    if num_free >= state.num_pages(state.spec.max_batched_tokens):
         return True
-    num_wanted = int(np.add.reduce(state.table.remaining)) + num_rows * most
-    return num_free >= state.num_pages(min(num_wanted, num_tokens))
+    return num_free >= state.num_pages(int(np.add.reduce(state.table.remaining)) + num_rows * most)
 
 
 def add_pages(left: Pages, right: Pages) -> Pages:

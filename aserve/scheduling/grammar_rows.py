@@ -155,6 +155,8 @@ def give_samples(state: SchedulerState) -> None:
     """Samples every held row whose mask is there, one message per step and data-parallel rank;
     before any launch that may name those rows.
     """
+    if not state.held:
+        return
     ready: dict[tuple[int, int], list[int]] = {}
     for row, step in state.held.items():
         sequence = state.masked[row]
