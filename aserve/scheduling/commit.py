@@ -94,7 +94,7 @@ def commit_tokens(state: SchedulerState, result: StepResult | SampleResult, step
         plain = (~is_odd).nonzero()[0] if looked_at else slice(None)
         token_writes.append_columns(state, rows[plain], tokens[plain])
     token_writes.append_outputs(step, outputs, looked_at if is_single else range(len(outputs)))
-    if given := tuple(filter(None, outputs) if looked_at else outputs):
+    if given := tuple(filter(None, outputs)):
         state.effects.append(StepOutput(step.iteration, given))
     last_ids = tokens if is_single else token_writes.last_kept(tokens, counts, num_kept)
     if looked_at and np.count_nonzero(is_dropped):
