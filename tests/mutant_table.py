@@ -202,9 +202,9 @@ MUTANTS = (
     ),
     Mutant(
         "a result of a dropped flight counted for the sequence that still has its row",
-        "aserve/scheduling/request.py",
-        "self.first_iteration = self.last_iteration + 1",
-        "self.first_iteration += 0",
+        "aserve/scheduling/rows.py",
+        "cells[FIRST_ITERATION] = cells[LAST_ITERATION] + 1",
+        "cells[FIRST_ITERATION] += 0",
     ),
     Mutant(
         "an end id that ends nothing",
@@ -262,8 +262,8 @@ MUTANTS = (
     Mutant(
         "ample room claimed where a row's next page is not there",
         "aserve/scheduling/budget.py",
-        "return all(state.cache.available(pool) >= most for pool in pools)",
-        "return all(state.cache.available(pool) >= most // 4 for pool in pools)",
+        "return num_free >= state.num_pages(int(np.add.reduce(state.table.remaining)) + num_rows",
+        "return 0 <= state.num_pages(int(np.add.reduce(state.table.remaining)) + num_rows",
         f"{ROOM}::test_a_prefill_leaves_the_other_rows_the_pages_of_their_next_step",
     ),
     Mutant(

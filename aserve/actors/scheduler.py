@@ -19,7 +19,7 @@ from aserve.actors.deadlines import RequestTimers
 from aserve.actors.masks import MaskEvent
 from aserve.channel import Channel, Sink
 from aserve.errors import BugError, ErrorInfo
-from aserve.host.environment import paused_collector
+from aserve.host.environment import PausedCollector
 from aserve.messages.executor import Executor, SchedulerEffect, SchedulerEvent, Ticket
 from aserve.messages.output import Amended, DetokenizerEvent, Refused, Retired, StepOutput
 from aserve.messages.requests import AdmitRequest, Cancel
@@ -85,7 +85,7 @@ class SchedulerActor(Actor[SchedulerEvent]):
     def handle(self, events: list[SchedulerEvent]) -> None:
         state = self._scheduler.state
         num_running, may_launch = len(state.running), len(state.steps) < state.spec.depth
-        with paused_collector():
+        with PausedCollector():
             events = self._arrivals.next_tick(
                 events, num_running=num_running, may_launch=may_launch
             )

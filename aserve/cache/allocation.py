@@ -9,7 +9,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from aserve.cache.prefix_tree import Prefix
+from aserve.cache.prefix_tree import NO_PREFIX
 
 
 class PageAllocation:
@@ -34,7 +34,7 @@ class PageAllocation:
         self.rank = rank  # the data-parallel rank that has the pages
         self.pages: list[array[int]] = [array("i") for _ in range(num_groups)]
         self.num_pages = 0  # page indices, with those that have left a window
-        self.prefix = Prefix()
+        self.prefix = NO_PREFIX
         self.num_released = [0] * num_groups  # page indices below it have left the group's window
         self.is_inserting = True  # its committed pages enter the tree
         self.num_holds = 0  # transfers that use its pages: these outlive the sequence

@@ -15,7 +15,7 @@ from aserve.cache.allocation import PageAllocation
 from aserve.cache.conservation import check_conservation
 from aserve.cache.layout import first_visible_page
 from aserve.cache.pools import PagePool
-from aserve.cache.prefix_tree import Prefix, PrefixTree
+from aserve.cache.prefix_tree import NO_PREFIX, Prefix, PrefixTree
 from aserve.cache.stored_pages import StoredPages
 from aserve.errors import BugError
 from aserve.messages.base import ArrayI32
@@ -145,20 +145,15 @@ class KvCache:
         would lock both copies of a prompt, and a full pool would never become free. A row keeps
         its own copies until it closes.
         """
-        if not (self._has_prefix_cache and allocation.is_inserting):
-            return
-        prefix = allocation.prefix
-        num_shared = prefix.num_pages
-        if num_shared >= num_pages:
+        num_shared = allocation.prefix.num_pages
+        if num_shared >= num_pages or not (self._has_prefix_cache and allocation.is_inserting):
             return
         self._require_whole(allocation, keys, num_pages)
-        added = keys[num_shared:num_pages]
         # NOTE: if the first key is new, all later ones are: a key is a digest of its whole prefix.
-        if self._tree.get(added[0]) is not None:
+        if self._tree.get(keys[num_shared]) is not None:
             allocation.is_inserting = False
             return
-        pages = [group_pages[num_shared:num_pages] for group_pages in allocation.pages]
-        allocation.prefix = self._tree.insert(prefix, added, pages=pages)
+        self._insert(allocation, keys, num_pages=num_pages)
 
     def release_behind(self, allocation: PageAllocation, committed_len: int) -> None:
         """Releases the pages of windowed groups that no position from `committed_len` on sees.
@@ -261,7 +256,7 @@ class KvCache:
             )
 
     def _insert(self, allocation: PageAllocation, keys: Sequence[bytes], *, num_pages: int) -> None:
-        """Makes nodes of the first private pages. The allocation locks them."""
+        """Makes nodes of the first private pages, whose keys are new. The allocation locks them."""
         prefix = allocation.prefix
         added = slice(prefix.num_pages, num_pages)
         pages = [group_pages[added] for group_pages in allocation.pages]
@@ -305,7 +300,7 @@ class KvCache:
                 seen = np.asarray(allocation.pages[0][first:num_shared])
                 self._tree.windowed[group].unlock(seen[::-1])
         self._tree.unlock(allocation.prefix)
-        allocation.prefix = Prefix()
+        allocation.prefix = NO_PREFIX
         allocation.pages = [array("i") for _ in self._pools]
         allocation.num_pages = 0
         allocation.num_released = [0] * len(self._pools)

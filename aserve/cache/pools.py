@@ -11,7 +11,7 @@ import numpy as np
 
 from aserve.errors import BugError
 
-FEW = 16  # pages up to which a Python loop is faster than numpy
+FEW = 64  # pages up to which a Python loop is faster than numpy
 
 
 class PagePool:

@@ -40,6 +40,9 @@ class Prefix(msgspec.Struct, frozen=True, gc=False):
     num_pages: int = 0
 
 
+NO_PREFIX = Prefix()
+
+
 class PrefixTree:
     """The runs by key, and the eviction order of their nodes.
 
@@ -83,14 +86,14 @@ class PrefixTree:
                 low = middle
             else:
                 high = middle - 1
-        return Prefix(self.get(keys[low - 1]), low) if low else Prefix()
+        return Prefix(self.get(keys[low - 1]), low) if low else NO_PREFIX
 
     def cut(self, prefix: Prefix, num_pages: int) -> Prefix:
         """Returns the first `num_pages` pages of a prefix."""
         run = prefix.run
         while run is not None and run.start >= num_pages:
             run = run.parent
-        return Prefix(run, num_pages) if num_pages else Prefix()
+        return Prefix(run, num_pages) if num_pages else NO_PREFIX
 
     def nodes(self, prefix: Prefix) -> array[int]:
         parts: list[array[int]] = []
@@ -135,8 +138,6 @@ class PrefixTree:
         """Appends nodes to a locked prefix, with their pages of each group. The lock moves to the
         longer prefix, which is returned. Windowed pages are locked once.
         """
-        if self.get(keys[0]) is not None:
-            raise BugError(f"prefix {keys[0].hex()} entered the tree, but it is there already")
         run, start = prefix.run, prefix.num_pages
         if run is not None and run.start + len(run.pages) == start:
             run.drop_user(start)
@@ -149,7 +150,8 @@ class PrefixTree:
         run.users[end] = 1
         run.locked_end = end
         for key, node in zip(keys, pages[0], strict=True):
-            self._runs[key[0]][key] = run
+            if self._runs[key[0]].setdefault(key, run) is not run:
+                raise BugError(f"prefix {key.hex()} entered the tree, but it is there already")
             self._run_of[node] = run
         for group, windowed in self.windowed.items():
             windowed.pages[pages[0]] = pages[group]

@@ -21,13 +21,15 @@ def advance_rows(state: SchedulerState, step: Step, *, advance: Column) -> None:
     table, rows, page_size = state.table, step.rows, state.spec.page_size
     for index in table.unpaid[rows].nonzero()[0].tolist():
         _charge_prompt(step.sequences[index], int(advance[index]))
-    num_before = (table.committed_len[rows] - state.spec.decode.key_lookahead) // page_size
+    before = table.committed_len[rows]
     land(table, step, advance=advance)
     if state.has_senders:
         _send_kv(state, step.sequences)
     if state.spec.prefix_cache:
-        has_new_pages = table.committed_len[rows] // page_size > num_before  # at most
-        commit_pages(state, rows[has_new_pages])
+        num_before = (before - state.spec.decode.key_lookahead) // page_size
+        has_new_pages = (before + advance) // page_size > num_before  # at most
+        if np.count_nonzero(has_new_pages):
+            commit_pages(state, rows[has_new_pages])
     if state.cache.has_windows:
         for sequence in step.sequences:
             assert sequence.allocation is not None
@@ -43,7 +45,8 @@ def commit_pages(state: SchedulerState, rows: Column) -> None:
         allocation, keys = sequence.allocation, sequence.page_keys(page_size)
         assert allocation is not None
         caches[allocation.rank].commit(allocation, keys, num_pages=num_pages)
-        lead(state, sequence, num_committed=num_pages)
+        if sequence.next_key is not None or num_pages < len(keys):
+            lead(state, sequence, num_committed=num_pages)
         if sequence.followers:
             wake(state, sequence)
 

@@ -53,13 +53,15 @@ def _build(
     state: SchedulerState, step: Step, *, stats: StepStats, skips_drafter: bool
 ) -> ScheduleBatch:
     table, rows = state.table, step.rows
-    is_held = held_flights(state, step)
+    is_sampled, held_rows = step.samples, b""
+    if state.masked:
+        is_held = held_flights(state, step)
+        is_sampled, held_rows = is_sampled & ~is_held, pack_i32(rows[is_held])
+    are_all = np.count_nonzero(is_sampled) == len(rows)
     grown = rows[table.written_pages[rows] != table.num_pages[rows]]
     verify = None
-    if np.count_nonzero(step.num_drafts):
+    if not step.is_plain and np.count_nonzero(step.num_drafts):
         verify = VerifyPlan(pack_i32(step.num_drafts), state.spec.decode.tree)
-    is_sampled = step.samples & ~is_held
-    are_all = np.count_nonzero(is_sampled) == len(rows)
     return ScheduleBatch(
         iteration=step.iteration,
         rows=step.packed_rows,
@@ -70,7 +72,7 @@ def _build(
         bounds=(table.num_uncertain[rows] > 0).tobytes(),
         expects=pack_i32(expected_stamps(table, step)),
         sample_rows=step.packed_rows if are_all else pack_i32(rows[is_sampled]),
-        held_rows=pack_i32(rows[is_held]) if state.masked else b"",
+        held_rows=held_rows,
         page_writes=page_writes(table, grown, num_groups=len(state.spec.groups)),
         row_inits=row_inits(table.sequences[grown[table.written_pages[grown] == 0]].tolist()),
         verify=verify,
@@ -86,7 +88,7 @@ def _shared_pages(sequences: Objects) -> int:
 
 def _stats(state: SchedulerState, step: Step, admitted: list[Sequence]) -> StepStats:
     is_prefill = state.table.remaining[step.rows] > state.spec.decode.root_len
-    if admitted:
+    if any(sequence.remaining <= state.spec.decode.root_len for sequence in admitted):
         is_new = np.zeros(state.spec.max_rows + 1, np.bool_)
         is_new[[sequence.row for sequence in admitted]] = True
         is_prefill |= is_new[step.rows]

@@ -64,4 +64,6 @@ def whole_pages(num_pages: int, spec: EngineSpec) -> int:
     """Returns the most of these pages that end with a block. One of page size and block length
     divides the other.
     """
-    return whole_blocks(num_pages, max(1, spec.decode.block_len // spec.page_size))
+    if spec.decode.block_len <= spec.page_size:
+        return num_pages
+    return whole_blocks(num_pages, spec.decode.block_len // spec.page_size)

@@ -53,10 +53,10 @@ def next_query_lens(state: SchedulerState, rows: Column) -> Column:
     wanted = table.remaining[rows]
     room = table.max_kv_len[rows] - table.scheduled_len[rows]
     most = table.max_step_tokens[rows]
-    if has_more := (most > caps.root_len).any():
+    if has_more := np.count_nonzero(most > caps.root_len) > 0:
         most -= table.num_cut[rows]
         most -= table.scheduled_len[rows] % caps.block_len * (table.num_uncertain[rows] == 0)
-        has_more = (most > caps.root_len).any()
+        has_more = np.count_nonzero(most > caps.root_len) > 0
     if has_more:
         may_draft = wanted == caps.root_len
         if not caps.min_tokens_per_step:
@@ -173,14 +173,15 @@ def rank_has_room(state: SchedulerState, rank: int, need: Pages) -> bool:
 
 def has_ample_room(state: SchedulerState) -> bool:
     """Returns whether there are more pages than a step of any rows could take, beside those of one
-    more decode of every row. Mostly there are, and then nobody has to count.
+    more decode of every row. Mostly there are even for a step of `max_batched_tokens`, and then
+    nobody has to count.
     """
-    max_step_tokens = int(np.maximum.reduce(state.table.max_step_tokens))
-    num_tokens = int(np.add.reduce(state.table.remaining)) + len(state.running) * max_step_tokens
-    most = state.num_pages(min(num_tokens, state.spec.max_batched_tokens))
-    most += len(state.running) * (1 + state.num_pages(max_step_tokens))
-    pools = range(state.cache.num_pools)
-    return all(state.cache.available(pool) >= most for pool in pools)
+    num_rows, most = len(state.running), state.table.most_step_tokens
+    num_free = min([state.cache.available(pool) for pool in range(state.cache.num_pools)])
+    num_free -= num_rows * (1 + state.num_pages(most))
+    if num_free >= state.num_pages(state.spec.max_batched_tokens):
+        return True
+    return num_free >= state.num_pages(int(np.add.reduce(state.table.remaining)) + num_rows * most)
 
 
 def add_pages(left: Pages, right: Pages) -> Pages:

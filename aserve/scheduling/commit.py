@@ -79,23 +79,24 @@ def commit_tokens(state: SchedulerState, result: StepResult | SampleResult, step
     rows, counts, tokens = step.rows, array_i32(result.counts), array_i32(result.tokens)
     is_single = len(tokens) == len(counts) == np.count_nonzero(counts)
     is_dropped = table.first_iteration[rows] > step.iteration  # or it has no row
-    is_plain = ~(may_end(state, rows, counts, tokens) | is_dropped)
+    is_odd = may_end(state, rows, counts, tokens) | is_dropped
     if not is_single:
-        is_plain &= counts > 0
+        is_odd |= counts == 0
     outputs: list[SequenceOutput | None] = [*outputs_of(state, step, result)]
-    num_kept, looked_at = counts, (~is_plain).nonzero()[0].tolist()
+    num_kept, looked_at = counts, is_odd.nonzero()[0].tolist()
     if looked_at:
         num_kept = counts.copy()
         for index in looked_at:
             whole = None if step.is_dropped(index) else outputs[index]
             output = kept_output(step.sequences[index], whole) if whole else None
             outputs[index], num_kept[index] = output, num_values(output.token_ids) if output else 0
-    plain = (is_plain & is_single).nonzero()[0]
-    token_writes.append_columns(state, rows[plain], tokens[plain])
+    if is_single:
+        plain = (~is_odd).nonzero()[0] if looked_at else slice(None)
+        token_writes.append_columns(state, rows[plain], tokens[plain])
     token_writes.append_outputs(step, outputs, looked_at if is_single else range(len(outputs)))
-    if any(outputs):
-        state.effects.append(StepOutput(step.iteration, tuple(filter(None, outputs))))
-    last_ids = token_writes.last_kept(tokens, counts, num_kept)
+    if given := tuple(filter(None, outputs)):
+        state.effects.append(StepOutput(step.iteration, given))
+    last_ids = tokens if is_single else token_writes.last_kept(tokens, counts, num_kept)
     if looked_at and np.count_nonzero(is_dropped):
         here = step.part((~is_dropped).nonzero()[0])
         num_kept, last_ids = num_kept[~is_dropped], last_ids[~is_dropped]

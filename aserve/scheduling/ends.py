@@ -51,7 +51,7 @@ def outputs_of(
         _split(result.tokens, array_i32(result.counts)),
         table.cached_len[rows].tolist(),
     ]
-    if not logprobs and not np.count_nonzero(step.num_drafts):
+    if not logprobs and (step.is_plain or not np.count_nonzero(step.num_drafts)):
         return map(SequenceOutput, *columns)
     num_drafts = step.num_drafts * state.spec.decode.root_len  # a block has no drafts
     return map(

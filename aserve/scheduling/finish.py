@@ -131,7 +131,8 @@ def _give_back(state: SchedulerState, sequence: Sequence) -> None:
     if state.held.pop(sequence.row, None) is not None:
         sequence.is_blocked = False
     sequence.client.give_back_row(sequence.unpaid)
-    state.waiting.reorder(sequence.client)
-    state.slow_waiting.reorder(sequence.client)
+    if sequence.unpaid:
+        state.waiting.reorder(sequence.client)
+        state.slow_waiting.reorder(sequence.client)
     abandon(state, sequence)
     sequence.leave_row(state.table)

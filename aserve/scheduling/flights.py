@@ -33,7 +33,7 @@ class Spans(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        return int(self.query_lens.sum())
+        return int(np.add.reduce(self.query_lens))
 
     def join(self, more: Spans) -> Spans:
         rows = np.concatenate([self.rows, more.rows])
@@ -63,6 +63,7 @@ class Step(msgspec.Struct, gc=False, eq=False):
     num_uncertain: Column
     samples: npt.NDArray[np.bool_]
     packed_rows: bytes = b""  # int32
+    is_plain: bool = False  # each flight brings one token for certain, and no drafts
     repeat: Repeat | None = None  # of which it is a step
 
     def of(self, packed_rows: bytes) -> Step:
@@ -84,7 +85,8 @@ class Step(msgspec.Struct, gc=False, eq=False):
             self.max_outputs[indices],
             self.num_uncertain[indices],
             self.samples[indices],
-            packed_rows=pack_i32(rows),
+            pack_i32(rows),
+            self.is_plain,
         )
 
     def indices_of(self, rows: ArrayI32) -> Column:
@@ -148,21 +150,26 @@ def plan_step(
     """
     remaining = table.remaining[rows]
     num_drafts = num_accepted = np.maximum(query_lens - remaining, 0)
+    max_advance = query_lens
     if caps.tree is not None:
         num_accepted = np.array([caps.tree.depth(count) for count in num_drafts.tolist()], np.int64)
+        max_advance = query_lens - num_drafts + num_accepted
     has_outputs = (query_lens >= remaining) & (table.max_tokens[rows] > 0)
-    max_outputs = np.where(has_outputs, num_accepted + caps.root_len, 0)
+    max_outputs = (num_accepted + caps.root_len) * has_outputs
+    num_uncertain = np.maximum(max_outputs - caps.min_tokens_per_step, 0)
+    has_one = np.count_nonzero(max_outputs == 1) == len(rows)
     return Step(
         iteration,
         table.sequences[rows],
         rows,
         query_lens,
         num_drafts,
-        max_advance=query_lens - num_drafts + num_accepted,
+        max_advance=max_advance,
         max_outputs=max_outputs,
-        num_uncertain=np.maximum(max_outputs - caps.min_tokens_per_step, 0),
+        num_uncertain=num_uncertain,
         samples=max_outputs > 0,
         packed_rows=pack_i32(rows),
+        is_plain=has_one and caps.root_len == caps.min_tokens_per_step == 1,
     )
 
 
@@ -176,7 +183,7 @@ def send(table: RowTable, step: Step, *, stamp: int) -> None:
     table.remaining[rows] += step.max_outputs - step.max_advance
     table.relay_stamp[rows[samples]] = stamp
     table.num_sampling[rows] += samples
-    if np.count_nonzero(step.num_uncertain):
+    if not step.is_plain and np.count_nonzero(step.num_uncertain):
         table.num_uncertain[rows] += step.num_uncertain
 
 

@@ -55,8 +55,6 @@ def ask_mask(state: SchedulerState, sequence: Sequence) -> None:
 
 def held_flights(state: SchedulerState, step: Step) -> npt.NDArray[np.bool_]:
     """Returns which flights wait for a mask before they sample."""
-    if not state.masked:
-        return np.zeros(len(step.rows), np.bool_)
     return step.samples & (state.table.has_mask[step.rows] > 0)
 
 
@@ -157,6 +155,8 @@ def give_samples(state: SchedulerState) -> None:
     """Samples every held row whose mask is there, one message per step and data-parallel rank;
     before any launch that may name those rows.
     """
+    if not state.held:
+        return
     ready: dict[tuple[int, int], list[int]] = {}
     for row, step in state.held.items():
         sequence = state.masked[row]

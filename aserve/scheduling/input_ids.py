@@ -34,7 +34,7 @@ def next_ids(table: RowTable, step: Step) -> Column:
     """Returns the id of the token after each span. After a middle chunk that is the next token of
     the prompt; else it is -row, because the token is not known yet, or never will be.
     """
-    if np.count_nonzero(step.samples) == len(step.rows):
+    if step.is_plain or np.count_nonzero(step.samples) == len(step.rows):
         return -step.rows
     ends = table.scheduled_len[step.rows] + step.query_lens
     has_next = ~step.samples & (ends < table.num_tokens[step.rows])

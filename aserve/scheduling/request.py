@@ -17,7 +17,7 @@ from aserve.messages.requests import AdmitRequest, SamplingParams
 from aserve.picture import page_digests
 from aserve.scheduling.clients import Client
 from aserve.scheduling.reasoning import Reasoning
-from aserve.scheduling.rows import NO_CELLS, Cell, Cells, RemainingCell, RowTable
+from aserve.scheduling.rows import NO_CELLS, Cell, Cells, RemainingCell, RowTable, restart_cells
 from aserve.scheduling.token_log import MaskState, TokenLog, max_kv_len, up_to_block, whole_blocks
 
 
@@ -202,12 +202,8 @@ class Sequence:
 
     def restart(self, committed_len: int) -> None:
         """Nothing is in flight, and so many positions have KV. What is behind is prefilled."""
-        assert not self.num_flights
         self.tokens.prefill_len = self.tokens.num
-        self.committed_len = committed_len
-        self.scheduled_len = committed_len
-        self.remaining = self.tokens.num - committed_len
-        self.first_iteration = self.last_iteration + 1
+        restart_cells(self, committed_len)
 
     def move(self, phase: Phase) -> None:
         check_move(self.phase, phase)

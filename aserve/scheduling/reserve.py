@@ -26,7 +26,7 @@ class Reserve:
         self._state = state
         self._is_exact = False
         self._promised: Pages = (0,) * state.cache.num_pools
-        per_row = 1 + state.num_pages(int(state.table.max_step_tokens.max()))
+        per_row = 1 + state.num_pages(state.table.most_step_tokens)
         self._pages: Pages = (len(state.running) * per_row,) * state.cache.num_pools
         rows = state.running_rows
         prefills = rows[state.table.remaining[rows] > state.spec.decode.root_len]

@@ -75,13 +75,14 @@ class RowTable:
     whole_len: Column  # tokens up to which a prompt is not cut into chunks
     has_mask: Column
     look_len: Column  # tokens from which on each result of it is looked at
-    max_step_tokens: Column  # that a decode of it computes
+    max_step_tokens: Column  # that a decode of it computes (the last of the copies)
 
     def __init__(self, max_rows: int) -> None:
         self._values = np.zeros((len(NAMES), max_rows + 1), np.int64)
         for name, column in zip(NAMES, self._values, strict=True):
             setattr(self, name, column)
         self.first_iteration[:] = NEVER
+        self.most_step_tokens = 0  # that a decode of any sequence computes which had a row
         self.clocks = self._values[:NUM_CLOCKS]  # the first columns: the clocks, and the flights
         # The objects of each row, so that a list of them is made without a loop.
         self.sequences: Objects = np.full(max_rows + 1, None, np.object_)
@@ -97,6 +98,7 @@ class RowTable:
         """
         values = self._values[:, row]
         values[:] = (*cells, *copies)
+        self.most_step_tokens = max(self.most_step_tokens, copies[-1])
         return values.data
 
     def leave(self, row: int, cells: Cells) -> Cells:
@@ -112,6 +114,9 @@ class RowTable:
 NAMES = tuple(RowTable.__annotations__)
 NUM_CLOCKS = NAMES.index("remaining")
 NUM_CELLS, REMAINING = NAMES.index("num_tokens"), NAMES.index("remaining")
+COMMITTED_LEN, SCHEDULED_LEN = NAMES.index("committed_len"), NAMES.index("scheduled_len")
+FIRST_ITERATION, LAST_ITERATION = NAMES.index("first_iteration"), NAMES.index("last_iteration")
+NUM_FLIGHTS = NAMES.index("num_flights")
 # All sequences share these cells until one of their own is written, so most that wait have none.
 NO_CELLS: Cells = memoryview(
     array("q", [-(name == "cached_len") for name in NAMES[:NUM_CELLS]]).tobytes()
@@ -121,6 +126,22 @@ NO_CELLS: Cells = memoryview(
 class HasCells(Protocol):
     cells: Cells
     tokens: TokenLog
+
+
+def restart_cells(sequence: HasCells, committed_len: int) -> None:
+    """Writes the clocks of a sequence that has so many positions of KV and nothing in flight."""
+    cells = _make_cells(sequence) if sequence.cells is NO_CELLS else sequence.cells
+    assert not cells[NUM_FLIGHTS]
+    cells[COMMITTED_LEN] = cells[SCHEDULED_LEN] = committed_len
+    cells[REMAINING] = sequence.tokens.num - committed_len
+    cells[FIRST_ITERATION] = cells[LAST_ITERATION] + 1
+
+
+def _make_cells(sequence: HasCells) -> Cells:
+    """Gives a sequence cells of its own."""
+    cells = sequence.cells = array("q", NO_CELLS)
+    cells[REMAINING] = sequence.tokens.num
+    return cells
 
 
 class Cell:
@@ -133,10 +154,10 @@ class Cell:
         return sequence.cells[self._index]
 
     def __set__(self, sequence: HasCells, value: int) -> None:
-        if sequence.cells is NO_CELLS:
-            sequence.cells = array("q", NO_CELLS)
-            sequence.cells[REMAINING] = sequence.tokens.num
-        sequence.cells[self._index] = value
+        cells = sequence.cells
+        if cells is NO_CELLS:
+            cells = _make_cells(sequence)
+        cells[self._index] = value
 
 
 class RemainingCell(Cell):

@@ -45,7 +45,8 @@ def select(state: SchedulerState) -> tuple[Spans, list[Sequence]]:
             return chosen, []
     decodes, prefills = _ready_rows(state)
     by_rank = next_decodes(state, decodes)
-    state.draft_choice.choose(state.table, np.concatenate(by_rank), state.running)
+    if state.draft_choice.is_on:
+        state.draft_choice.choose(state.table, np.concatenate(by_rank), state.running)
     budget, mixes = state.spec.max_batched_tokens, state.spec.decode.mixes_prefill
     mixed = [_fill(state, own, budget) if mixes else NOTHING for own in by_rank]
     left = [budget - spans.num_tokens for spans in mixed]
@@ -137,13 +138,13 @@ def _fill(state: SchedulerState, rows: Column, budget: int) -> Spans:
     if state.spec.decode.whole_windows:
         least = np.where(remaining > state.spec.decode.root_len, least, np.maximum(1, query_lens))
     lacks_pages = query_lens > table.num_pages[rows] * page_size - starts
-    if query_lens.sum() > budget:
+    if np.add.reduce(query_lens) > budget:
         _cut(state, rows, query_lens, least=least, budget=budget)
-    elif lacks_pages.any() and not has_ample_room(state):
+    elif np.count_nonzero(lacks_pages) and not has_ample_room(state):
         lens = query_lens[lacks_pages]
         _cut(state, rows[lacks_pages], lens, least=least[lacks_pages], budget=budget)
         query_lens[lacks_pages] = lens
-    else:
+    elif np.count_nonzero(lacks_pages):
         lacks_pages &= query_lens >= least
         grow(state, rows[lacks_pages], (starts + query_lens)[lacks_pages])
     query_lens = uncut_blocks(query_lens, remaining, starts, state.spec.decode)

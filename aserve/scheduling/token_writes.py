@@ -24,10 +24,12 @@ def write_columns(
     """
     table, rows = state.table, step.rows
     table.num_tokens[rows] += num_kept
-    has_tokens = num_kept > 0
-    if np.count_nonzero(has_tokens) == len(rows):
+    if np.count_nonzero(num_kept) == len(rows):
         table.last_id[rows] = last_ids
+        if step.is_plain:
+            return step.max_advance
     else:
+        has_tokens = num_kept > 0
         table.last_id[rows[has_tokens]] = last_ids[has_tokens]
     if np.count_nonzero(step.num_drafts):
         num_drafts = step.num_drafts * state.spec.decode.root_len  # a block has no drafts
@@ -41,8 +43,6 @@ def last_kept(tokens: ArrayI32, counts: ArrayI32, num_kept: ArrayI32) -> ArrayI3
     """Returns the last token that each row keeps of its `counts`. Of a row that keeps none it has
     no meaning.
     """
-    if len(tokens) == len(counts) == np.count_nonzero(counts):
-        return tokens
     last_ids: ArrayI32 = np.append(tokens, np.int32(0))[counts.cumsum() - counts + num_kept - 1]
     return last_ids
 

@@ -17,7 +17,7 @@ import pytest
 
 from aserve.host import environment
 from aserve.host import kernel_cache as kernel_cache_module
-from aserve.host.environment import may_have_cuda, num_devices, paused_collector
+from aserve.host.environment import PausedCollector, may_have_cuda, num_devices
 from aserve.host.kernel_cache import link_compiled_kernels
 
 PROGRAM = """
@@ -208,9 +208,9 @@ def test_what_the_user_says_comes_before_what_is_found(
 
 def test_a_pause_of_the_collector_ends_with_its_block_also_where_that_raises() -> None:
     assert gc.isenabled()
-    with contextlib.suppress(ValueError), paused_collector():
+    with contextlib.suppress(ValueError), PausedCollector():
         assert not gc.isenabled()
-        with paused_collector():
+        with PausedCollector():
             pass
         assert not gc.isenabled(), "the outer pause goes on"
         raise ValueError("inside")
