@@ -47,13 +47,26 @@ from aserve_kernels.cpu.quant_codes import (
     QuantWeight,
     unpack_codes,
 )
-from aserve_kernels.cpu.simd import FLOAT32X16, INDEX, INT32X16, LANES, Intrinsic
+from aserve_kernels.cpu.simd import (
+    FLOAT32X16,
+    IN_L2,
+    INDEX,
+    INT32X16,
+    LANES,
+    Intrinsic,
+    emit_prefetch,
+)
 
 Int8s: TypeAlias = npt.NDArray[np.int8]
 Int32s: TypeAlias = npt.NDArray[np.int32]
 
 SPAN = 128  # inputs that share a step, or fewer at the end of a group
 TILE_ROWS = 4  # that pass over the codes together
+# Vectors of codes by which prefetches into the L2 cache are ahead, where several rows keep the
+# processor so busy that it does not load far enough ahead by itself.
+# PERF: Qwen3-0.6B's layers and head, 8 rows, 2 threads, ms: 28 to 31 in 4 bits and 31 in 8, and 36
+# to 42 and 36 to 65 without.
+AHEAD = 512
 # The largest integers of 2 and 3 digits. The highest digit of what is rounded up from it is still
 # 127.
 ZERO_OF_8_BITS, ZERO_OF_4_BITS = ZEROS[8], ZEROS[4]  # for compiled code
@@ -327,6 +340,9 @@ class _Dots(TileEmitter):
         builder = self._builder
         start = builder.gep(codes, [builder.mul(step, INDEX(VECTORS))])
         loaded = [self._load(start, number) for number in range(VECTORS)]
+        if len(rows) > 1:
+            for number in range(VECTORS):
+                emit_prefetch(builder, builder.gep(start, [INDEX(AHEAD + number)]), IN_L2)
         if self._bits == 8:
             self._add_words(rows, loaded, step)
             return

@@ -30,6 +30,7 @@ INT16X16 = ir.VectorType(ir.IntType(16), LANES)
 INT8X16 = ir.VectorType(ir.IntType(8), LANES)
 FLOAT16X16 = ir.VectorType(ir.HalfType(), LANES)
 INDEX = ir.IntType(64)
+IN_L1, IN_L2 = 3, 2  # how near to the processor a prefetched line is brought
 
 
 def zeros() -> Lanes:
@@ -145,14 +146,20 @@ def _store(typing: Any, lanes: Any, target: Any, start: Any) -> Intrinsic:
 @intrinsic
 def _prefetch(typing: Any, source: Any, start: Any) -> Intrinsic:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        flag, byte = ir.IntType(32), ir.IntType(8)
-        address = address_of(context, builder, source, args[0], args[1], byte)
-        kind = ir.FunctionType(ir.VoidType(), [byte.as_pointer(), flag, flag, flag])
-        fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(fetch, [address, flag(0), flag(3), flag(1)])
+        address = address_of(context, builder, source, args[0], args[1], ir.IntType(8))
+        emit_prefetch(builder, address, IN_L1)
         return context.get_dummy_value()
 
     return types.void(source, types.intp), emit
+
+
+def emit_prefetch(builder: Any, address: Any, level: int) -> None:
+    """Prefetches the cache line at an address, which may be no address of the process, into the L1
+    or the L2 cache."""
+    flag, byte = ir.IntType(32), ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
+    fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(fetch, [builder.bitcast(address, byte), flag(0), flag(level), flag(1)])
 
 
 @intrinsic
