@@ -63,6 +63,7 @@ class StepRows:
     query_lens: Int64s
     num_drafts: Int64s  # the last tokens of the row, which the relay has
     is_sampled: Int64s  # 0 for a chunk that is not the prompt's last
+    slots: Int64s  # [tokens], of adapters
     num_samples: int
     num_logits: int  # tokens of all windows
     width: int  # tokens of the longest window, at least 1
@@ -116,7 +117,6 @@ def decoder_step(
     input_ids: Int64s,
     kv_lens: Int64s,
     rows: StepRows,
-    slots: Int64s,
     tables: Tables,
     *,
     iteration: int,
@@ -137,7 +137,7 @@ def decoder_step(
     token_ids = np.empty_like(input_ids)
     out, streams = _empty_outputs(len(input_ids), tables)
     known = (rows.rows, kv_lens, rows.is_bound, rows.query_lens, rows.num_drafts)
-    inputs = (input_ids, *known, rows.is_sampled, slots, tables.captured)
+    inputs = (input_ids, *known, rows.is_sampled, rows.slots, tables.captured)
     written = (counts, token_ids, exact_lens, out, streams, words)
     numbers = (iteration, int(is_block))
     step = _step_alone if num_workers == 1 else _step

@@ -61,7 +61,6 @@ class _Shared:
 
     logits: LogitsPlan
     rows: StepRows
-    slots: Int64s  # [tokens], of adapters
     layout: Layout
 
 
@@ -143,7 +142,7 @@ class CompiledForward:
         ids, kv_lens = plan.input_ids.astype(np.int64), plan.kv_lens.astype(np.int64)
         work = partial(
             decoder_step,
-            *(ids, kv_lens, shared.rows, shared.slots, self._tables_for(shared.slots, capture)),
+            *(ids, kv_lens, shared.rows, self._tables_for(shared.rows.slots, capture)),
             iteration=stamp_of(plan.iteration),
             is_block=is_block,
         )
@@ -165,9 +164,8 @@ class CompiledForward:
             logits,
             StepRows(
                 *(rows, plan.is_bound.astype(np.int64), query_lens, num_drafts, is_sampled),
-                *(num_samples, num_logits, width),
+                *(self._slots_of(rows, query_lens), num_samples, num_logits, width),
             ),
-            self._slots_of(rows, query_lens),
             Layout(num_samples, width, num_logits, 0, 0, num_prompt_words=0),
         )
 
