@@ -83,7 +83,7 @@ def check_names(options: DisaggBenchOptions) -> None:
 
 async def measure_servers(options: DisaggBenchOptions) -> Servers:
     names, neighbours = options.servers.split(","), options.beside.split(",")
-    num_parts = 1 + options.turns * len(neighbours) * len(names)
+    num_parts = 1 + options.turns * (len(neighbours) * len(names) + 1)
     async with AsyncExitStack() as stack:
         shown = stack.enter_context(progress("servers", len(names) + num_parts))
         started = {}
@@ -103,6 +103,7 @@ async def measure_servers(options: DisaggBenchOptions) -> Servers:
                 itls.append(await bench.jitter(name, started[name][0], beside))
                 shown()
             loops.append(await asyncio.to_thread(read_memory, itls[-1].server_ms, options.seconds))
+            shown()
     return Servers(first_tokens, itls, loops)
 
 

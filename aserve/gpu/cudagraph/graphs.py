@@ -192,7 +192,7 @@ class StepGraphs:
         forwards = self._parts.forwards
         if forwards is not None:
             forwards.may_request = True
-        elif not self._parts.table.counts:
+        if not self._parts.table.counts:
             return None
         planner = self._parts.attention.static_plans
         if planner and planner.is_better_eager(len(plan.rows), plan.batch.shared_pages):

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-from numba import njit, types
+from numba import from_dtype, njit, types
 from numba.extending import overload
 from torch import Tensor
 
@@ -27,12 +27,6 @@ Floats: TypeAlias = (
 )
 
 BITS = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}
-NUMBA_TYPES: Mapping[torch.dtype, types.Type] = {
-    torch.uint16: types.uint16,
-    torch.uint8: types.uint8,
-}
-
-
 ELEMENTS: Mapping[torch.dtype, type[np.generic]] = {
     torch.float32: np.float32,
     torch.bfloat16: np.uint16,
@@ -42,8 +36,7 @@ ELEMENTS: Mapping[torch.dtype, type[np.generic]] = {
 
 def numba_type(dtype: torch.dtype) -> types.Type:
     """Returns the type of the elements of such an array."""
-    bits = BITS.get(dtype)
-    return types.float32 if bits is None else NUMBA_TYPES[bits]
+    return from_dtype(np.dtype(ELEMENTS.get(dtype, np.float32)))
 
 
 def as_array(tensor: Tensor) -> Floats:

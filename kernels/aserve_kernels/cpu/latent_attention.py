@@ -21,6 +21,7 @@ from aserve_kernels.cpu.online_softmax import fold_log2, softmax_update
 from aserve_kernels.cpu.paged_attention import (
     TILE,
     add_values,
+    find_slots,
     padded_width,
     score,
     tile_len,
@@ -152,16 +153,9 @@ def _attend_block(
     # Tiles lie at absolute positions, so that a query's sums have the same order in every step.
     start = max(0, position + first_row // num_heads - window + 1) // tile_size * tile_size
     stop = position + (last_row - 1) // num_heads + 1
-    column = start // page_size
-    offset = start % page_size
     for first_key in range(start, stop, tile_size):
         size = min(tile_size, stop - first_key)
-        for j in range(size):
-            slots[j] = pages[column] * page_size + offset
-            offset += 1
-            if offset == page_size:
-                offset = 0
-                column += 1
+        find_slots(pages, page_size, first_key, size, slots)
         widen_tile(latents, slots, size, 0, tile, width)
         for i in range(num_rows):
             query_position = position + (first_row + i) // num_heads

@@ -57,7 +57,8 @@ FEW_TOKENS = 256  # per row; above this, torch's attention within a prompt is fa
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """What plans share that repeat each other: those with the same `logits` (step/repeated.py)."""
+    """Holds what plans that repeat each other share. These have the same `logits`
+    (step/repeated.py)."""
 
     logits: LogitsPlan
     rows: StepRows
