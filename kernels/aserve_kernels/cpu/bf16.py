@@ -36,7 +36,8 @@ ELEMENTS: Mapping[torch.dtype, type[np.generic]] = {
 
 def numba_type(dtype: torch.dtype) -> types.Type:
     """Returns the type of the elements of such an array."""
-    return from_dtype(np.dtype(ELEMENTS.get(dtype, np.float32)))
+    found: types.Type = from_dtype(np.dtype(ELEMENTS.get(dtype, np.float32)))
+    return found
 
 
 def as_array(tensor: Tensor) -> Floats:
