@@ -141,7 +141,8 @@ class ModelOptions:
 class KvOptions:
     kv_cache_dtype: str = option(
         "auto",
-        "dtype of KV; auto: that of the model; fp8 takes half the bytes of float16",
+        "dtype of KV; auto: that of the model, or bfloat16 where float32 models have weights of "
+        "bfloat16 (CPUs without instructions for it); fp8 takes half the bytes of float16",
         Limits(
             choices=("auto", "float32", "bfloat16", "float16", "fp8"),
             value_aliases={"fp8_e4m3": "fp8"},

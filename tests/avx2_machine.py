@@ -10,5 +10,5 @@ AVX2_ONLY = {
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",
     "ONEDNN_MAX_CPU_ISA": "AVX2",
     "NUMBA_CPU_NAME": "haswell",
-    "NUMBA_CPU_FEATURES": "",  # besides those that the name has
+    "NUMBA_CPU_FEATURES": "+avx2,+avx,+f16c,+fma,+sse4.2",
 }

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from aserve.gpu.build import BuildOptions, build_executor
 from aserve.gpu.device.cpu.fused_draft import CompiledDraft, make_compiled_draft
+from aserve.gpu.device.cpu.weights import has_tiles, read_isa
 from aserve.gpu.device.fused_step import FusedRows
 from aserve.gpu.models.draft_decoder import DraftDecoder, JoinedInputs
 from aserve.gpu.runner import ModelRunner
@@ -31,6 +32,8 @@ from tests.gpu.device_tables import device_batch
 from tests.parity.test_compiled_forward import TOLERANCES, distance
 
 MODELS = (Eagle1Model, Eagle3Model, Modules, AssistantModel, BlockModel)
+# Those that this machine multiplies in tiles.
+DTYPES = [dtype for dtype in TOLERANCES if has_tiles(dtype, read_isa())]
 PAGE_SIZE, COLUMNS = 4, 12
 SHAPES = (([1, 1, 1], [0, 30, 41]), ([9, 1, 3], [0, 35, 25]))  # query lengths, lengths before them
 
@@ -97,7 +100,7 @@ def compiled(runner: ModelRunner, decoder: DraftDecoder) -> CompiledDraft:
 
 @pytest.mark.slow
 @torch.inference_mode()
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("algorithm", "change"), CASES)
 def test_one_call_computes_what_the_operators_of_a_draft_model_do(
     algorithm: str, change: Callable[[DraftDecoder], DraftDecoder], dtype: torch.dtype

@@ -30,7 +30,7 @@ from aserve.gpu.attention.chunked_prefill import choose_chunked_prefill
 from aserve.gpu.attention.cpu import PagedCpu
 from aserve.gpu.attention.latents import has_only_latents
 from aserve.gpu.attention.slots import Chosen, SparseOps
-from aserve.gpu.device.cpu.kernels import compile_kernels_for_fp8
+from aserve.gpu.device.cpu.kernels import compile_kernels_for_kv
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec, Mask
 from aserve.gpu.kv.pools import KvPools, LayerKv
 from aserve.gpu.kv.store import FP8, kv_dtype_name
@@ -123,8 +123,8 @@ def _build(site: AttentionSite) -> AttentionBackend:
         prefill = choose_chunked_prefill(site.pools, site.dtype, torch.get_num_threads())
     if has_latents and site.pools.dtype != site.dtype:
         raise AttentionUnavailable(f"has no latents of {kv_dtype_name(site.pools.dtype)}")
-    if site.pools.dtype == FP8:
-        compile_kernels_for_fp8(site.dtype)
+    if site.pools.dtype != site.dtype:
+        compile_kernels_for_kv(site.dtype, site.pools.dtype)
     causal = PagedCpu(site.pools, prefill, has_latents=has_latents, dtype=site.dtype)
     unmasked = [layer for layer in site.layers if layer.mask is Mask.NONE]
     if unmasked and has_latents:
@@ -159,7 +159,7 @@ KIND = AttentionKind(
     Capabilities(
         devices=frozenset({"cpu"}),
         dtypes=frozenset({torch.float32, torch.bfloat16}),
-        kv_dtypes=frozenset({FP8}),
+        kv_dtypes=frozenset({FP8, torch.bfloat16}),
         masks=frozenset({Mask.CAUSAL, Mask.NONE}),
         latents=True,
         sinks=True,

@@ -54,13 +54,14 @@ class PrepareFp8Experts(Protocol):
 class WeightFormat:
     """The format of a model's weights on a device, and the settings that are best with it."""
 
-    dtype: torch.dtype  # of activations, norms and KV
+    dtype: torch.dtype  # of activations and norms
     prepare: Prepare  # makes the linear layers
     about: str  # the choice and its reason in a few words, for the log
     prepare_grouped: PrepareGrouped = linear_per_expert  # makes the layers of experts
     prepare_fp8_experts: PrepareFp8Experts | None = None  # None: they are widened
     stored_bits: float | None = None  # per weight of any linear layer; None: those of `dtype`
     kept_bits: float | None = None  # per weight of layers that stay quantized as they are stored
+    kv_dtype: torch.dtype | None = None  # that is best for keys and values; None: `dtype`
     max_threads: int | None = None  # more threads than this make a step no faster; None: unknown
     max_mixed_prefill_tokens: int | None = None  # prefill cap of a mixed step; None: no cap
 

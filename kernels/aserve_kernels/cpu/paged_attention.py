@@ -2,8 +2,8 @@
 
     out = softmax(cap(scale * q k^T) + mask) v    a head's sink joins its softmax, without a value
 
-Keys and values are read through the page table, a tile at a time. Those of bfloat16 are multiplied
-as they are stored where the processor has dot products of bfloat16, with queries rounded to it;
+Keys and values are read through the page table, a tile at a time. Those of bfloat16 beside queries
+of bfloat16 are multiplied as they are stored where the processor has dot products of bfloat16;
 others are widened to float32. The query heads that share a KV head (grouped-query attention), of up
 to BLOCK queries and heads, share each tile; the softmax is online. Tiles lie at absolute positions,
 so a query's sums have the same order in every step. Work is divided among threads by row, block of
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, numba_type, widen
 from aserve_kernels.cpu.exp2 import LOG2_E, power_of_two
-from aserve_kernels.cpu.gemm import HAS_AVX512_BF16
 from aserve_kernels.cpu.host_rows import NO_WINDOW, HostRows, Int64s
 from aserve_kernels.cpu.online_softmax import fold_log2, softmax_update
 from aserve_kernels.cpu.pair_rows import (
@@ -31,6 +30,7 @@ from aserve_kernels.cpu.pair_rows import (
 )
 from aserve_kernels.cpu.precompile import FASTMATH, NO_REFCOUNT, cached_njit, compile_ahead
 from aserve_kernels.cpu.simd import (
+    HAS_AVX512_BF16,
     LANES,
     dot_products,
     fma,
@@ -55,8 +55,8 @@ def paged_attention(
     """Writes `out` for the queries of `rows`, and for no other token.
 
     q and out [tokens, heads, head_dim], keys and values [slots, kv_heads, head_dim]; all float32 or
-    all bfloat16, or keys and values fp8, on the CPU, and contiguous but for q. `num_workers`
-    threads share the work: one if it was compiled for one, else any number above.
+    all bfloat16, or keys and values bfloat16 or fp8, on the CPU, and contiguous but for q.
+    `num_workers` threads share the work: one if it was compiled for one, else any number above.
     """
     factor, cap = fold_log2(scoring.scale * scoring.key_scale, scoring.softcap)
     queries = rows.queries
@@ -227,7 +227,8 @@ def _attend_block(
     tile_keys, tile_values = tiles[0], tiles[1]
     all_keys, all_values = keys.reshape(-1), values.reshape(-1)
     own_slots, next_slots, places, next_places = slots[0], slots[1], slots[2], slots[3]
-    is_paired = HAS_AVX512_BF16 and keys.itemsize == 2 and head_dim % PAIRS == 0
+    has_pairs = HAS_AVX512_BF16 and keys.itemsize == 2 and out.itemsize == 2
+    is_paired = has_pairs and head_dim % PAIRS == 0
     # PERF: two heads of a query weight the same values, which are loaded and widened once.
     num_together = 2 if is_paired and group_size % 2 == 0 else 1
     width = padded_width(keys)

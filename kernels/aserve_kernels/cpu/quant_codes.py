@@ -2,16 +2,16 @@
 
     W[o, i] = scales[o, g] * code[o, i] + offsets[o, g],  g = i // group
 
-A block has 32 outputs, as in gemm: two vectors of 16. The order within a block is that of the
-product which the processor runs:
+A block has one or two vectors of 16 outputs, as in gemm. The order within a block is that of the
+dot products which the processor has (quant_dots.py):
 
-dot products of integers (quant_dots.py): 32-bit words [blocks, words of inputs, 2 vectors, 16
-outputs], codes without a sign. A word of 8 bits has 4 inputs, a byte each, with 128 added. One of 4
-bits has 8, with 8 added: byte k has input k in its lower half, and input 4 + k in its upper one.
+of bytes: 32-bit words [blocks, words of inputs, vectors, 16 outputs], codes without a sign. A word
+of 8 bits has 4 inputs, a byte each, with 128 added. One of 4 bits has 8, with 8 added: byte k has
+input k in its lower half, and input 4 + k in its upper one.
 
-products in floating point (quant_floats.py): 8 bits are int8 [blocks, in / 2, 2 vectors, 2 inputs,
-16 outputs]. 4 bits are 32-bit words [blocks, in / 8, 2 vectors, 16 outputs], with 8 added: bits 4 k
-of a word have input 2 k, and bits 16 + 4 k input 2 k + 1.
+of halves, which have 16 bits: 8 bits are int8 [blocks, in / 2, vectors, 16 outputs, 2 inputs]. 4
+bits are 32-bit words [blocks, in / 8, vectors, 16 outputs], with 8 added: bits 4 k of a word have
+input 2 k, and bits 16 + 4 k input 2 k + 1.
 """
 
 from __future__ import annotations
@@ -25,22 +25,26 @@ from torch import Tensor
 from torch.nn import functional
 
 from aserve_kernels.cpu.bf16 import Float32s
-from aserve_kernels.cpu.gemm import FEATURES, OUTPUTS, VECTORS
-from aserve_kernels.cpu.simd import LANES
+from aserve_kernels.cpu.gemm import OUTPUTS, VECTORS
+from aserve_kernels.cpu.simd import FEATURES, LANES
 
 Codes: TypeAlias = npt.NDArray[np.int8] | npt.NDArray[np.int32]
 
-HAS_DOTS = "+avx512vnni" in FEATURES.split(",")
+HAS_BYTE_DOTS = "+avx512vnni" in FEATURES.split(",")
 CODES_PER_WORD = 8  # of 4 bits
 BYTES_PER_WORD = 4
-ZEROS = {8: 128, 4: 8}  # added to codes, so that they have no sign
+TOGETHER = BYTES_PER_WORD if HAS_BYTE_DOTS else 2  # inputs of 8 bits that an output has in a row
+# Added to codes that shall have no sign.
+ZEROS = {8: 128 if HAS_BYTE_DOTS else 0, 4: 8}
 
 
 class QuantWeight(NamedTuple):
     """A packed weight. Outputs are padded to whole blocks, and inputs to whole groups, by zeros."""
 
     codes: Codes  # flat; int8 for 8 bits, int32 for 4
-    factors: Float32s  # [blocks * groups * 1 or 2 * 32]: scales, and offsets unless all are zero
+    factors: (
+        Float32s  # [blocks * groups * 1 or 2 * OUTPUTS]: scales, and offsets unless all are zero
+    )
     bias: Float32s  # [out], zeros for no bias
     num_in: int  # of the layer
     group: int  # inputs that share a scale
@@ -92,7 +96,7 @@ def dequantized(weight: QuantWeight) -> Tensor:
 
 
 def pack_codes(codes: Tensor, bits: int) -> Codes:
-    """codes int8 [out, in], `out` a multiple of 32 and `in` of 8 -> packed, flat."""
+    """codes int8 [out, in], `out` a multiple of OUTPUTS and `in` of 8 -> packed, flat."""
     by_output = codes.view(-1, VECTORS, LANES, codes.shape[1])
     if bits == 8:
         packed = _ordered_bytes(by_output)
@@ -106,30 +110,24 @@ def pack_codes(codes: Tensor, bits: int) -> Codes:
 
 
 def _ordered_bytes(by_output: Tensor) -> Tensor:
-    """[blocks, 2 vectors, 16 outputs, in] -> codes of 8 bits in the order of the product."""
-    if HAS_DOTS:
-        words: Tensor = by_output.unflatten(3, (-1, BYTES_PER_WORD)).permute(0, 3, 1, 2, 4)
-        return words.contiguous().view(torch.uint8).bitwise_xor(ZEROS[8]).view(torch.int8)
-    pairs: Tensor = by_output.unflatten(3, (-1, 2)).permute(0, 3, 1, 4, 2)
-    return pairs
+    """[blocks, vectors, 16 outputs, in] -> codes of 8 bits in the order of the product."""
+    words: Tensor = by_output.unflatten(3, (-1, TOGETHER)).permute(0, 3, 1, 2, 4)
+    return words.contiguous().view(torch.uint8).bitwise_xor(ZEROS[8]).view(torch.int8)
 
 
 def _shifts_of_4_bits() -> list[int]:
     """Returns the bit at which each input of a word begins."""
-    if HAS_DOTS:
+    if HAS_BYTE_DOTS:
         return [8 * (i % BYTES_PER_WORD) + 4 * (i // BYTES_PER_WORD) for i in range(CODES_PER_WORD)]
     return [16 * (i % 2) + 4 * (i // 2) for i in range(CODES_PER_WORD)]
 
 
 def unpack_codes(packed: Codes, num_in: int) -> npt.NDArray[np.int8]:
     """Returns the codes, int8 [out, in]."""
-    if packed.dtype == np.int8 and HAS_DOTS:
-        words = packed.reshape(-1, num_in // BYTES_PER_WORD, VECTORS, LANES, BYTES_PER_WORD)
-        codes: npt.NDArray[np.int8] = (words.view(np.uint8) ^ np.uint8(ZEROS[8])).view(np.int8)
-        return codes.transpose(0, 2, 3, 1, 4).reshape(-1, num_in)
     if packed.dtype == np.int8:
-        pairs = packed.reshape(-1, num_in // 2, VECTORS, 2, LANES)
-        return pairs.transpose(0, 2, 4, 1, 3).reshape(-1, num_in).view(np.int8)
+        bytes_ = packed.reshape(-1, num_in // TOGETHER, VECTORS, LANES, TOGETHER)
+        codes: npt.NDArray[np.int8] = (bytes_.view(np.uint8) ^ np.uint8(ZEROS[8])).view(np.int8)
+        return codes.transpose(0, 2, 3, 1, 4).reshape(-1, num_in)
     words = packed.reshape(-1, num_in // CODES_PER_WORD, VECTORS, LANES)
     digits = (words[..., None] >> np.array(_shifts_of_4_bits())) & 15
     codes = (digits - ZEROS[4]).astype(np.int8)

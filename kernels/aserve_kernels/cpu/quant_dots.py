@@ -1,23 +1,25 @@
-"""Products with weights of 8 and 4 bits by dot products of integers (vpdpbusd of AVX-512 VNNI).
+"""Products with weights of 8 and 4 bits by dot products of integers.
 
-    x[t, i] = step[t, s] n[t, i],  n[t, i] = sum_d 256^(D - 1 - d) digit[t, d, i]
+    x[t, i] = step[t, s] n[t, i],  n[t, i] = sum_d base^(D - 1 - d) digit[t, d, i]
     y[t, o] = b[o] + sum_s step[t, s] (scales[o, g] sum_i n[t, i] code[o, i]
                                        + offsets[o, g] sum_i n[t, i])
 
-Inputs become integers of D bytes: 2 for bfloat16, 3 for float32. A span s of at most SPAN inputs of
-a group g has a step of its own: its largest magnitude over the largest integer. So an input is off
-by at most 2^-16 (or 2^-24) of the largest one of its span, which is less than the dtype rounds off
-that one. Sums of integers are exact, so a row's result is the same in every batch.
+Inputs become integers of D digits: 2 bytes for bfloat16 and 3 for float32 where the processor
+multiplies bytes (vpdpbusd of AVX-512 VNNI), else one of 16 bits (vpmaddwd). A span s of at most
+SPAN inputs of a group g has a step of its own: its largest magnitude over the largest integer. So
+an input is off by at most 2^-16 (of 3 bytes: 2^-24) of the largest one of its span: far less than
+its weights were rounded off. Sums of integers are exact, so a row's result is the same in every
+batch.
 
-The instruction multiplies bytes without a sign by bytes with one. So codes have ZEROS added, and a
-sum begins with what that adds, subtracted.
+vpdpbusd multiplies bytes without a sign by bytes with one, and half a byte of a code has no sign.
+So codes have ZEROS added, and a sum begins with what that adds, subtracted.
 
 The plain functions run with NUMBA_DISABLE_JIT=1; compiled code takes the overloads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -42,22 +44,27 @@ from aserve_kernels.cpu.precompile import NO_REFCOUNT
 from aserve_kernels.cpu.quant_codes import (
     BYTES_PER_WORD,
     CODES_PER_WORD,
+    HAS_BYTE_DOTS,
     ZEROS,
     Codes,
     QuantWeight,
     unpack_codes,
 )
 from aserve_kernels.cpu.simd import (
+    FEATURES,
     FLOAT32X16,
+    HAS_AVX512,
     IN_L2,
     INDEX,
+    INT8X32,
+    INT16X32,
     INT32X16,
     LANES,
     Intrinsic,
     emit_prefetch,
 )
 
-Int8s: TypeAlias = npt.NDArray[np.int8]
+Integers: TypeAlias = npt.NDArray[np.int8 | np.int16]
 Int32s: TypeAlias = npt.NDArray[np.int32]
 
 SPAN = 128  # inputs that share a step, or fewer at the end of a group
@@ -67,20 +74,29 @@ TILE_ROWS = 4  # that pass over the codes together
 # PERF: Qwen3-0.6B's layers and head, 8 rows, 2 threads, ms: 28 to 31 in 4 bits and 31 in 8, and 36
 # to 42 and 36 to 65 without.
 AHEAD = 512
-# The largest integers of 2 and 3 digits. The highest digit of what is rounded up from it is still
-# 127.
 ZERO_OF_8_BITS, ZERO_OF_4_BITS = ZEROS[8], ZEROS[4]  # for compiled code
-OF_2_DIGITS, OF_3_DIGITS = np.float32(127 * 256), np.float32(127 * 256**2)
+DIGIT: type[np.int8 | np.int16] = np.int8 if HAS_BYTE_DOTS else np.int16
+DIGIT_BITS = 8 * np.dtype(DIGIT).itemsize
+DIGITS_PER_WORD = 32 // DIGIT_BITS
+# Of bfloat16 and float32: the digits, and the largest integer, whose highest digit is the greatest.
+OF_NARROW, OF_WIDE = (2, 3) if HAS_BYTE_DOTS else (1, 1)
+MOST_NARROW, MOST_WIDE = (
+    np.float32(np.iinfo(DIGIT).max * 2.0 ** (DIGIT_BITS * (num - 1)))
+    for num in (OF_NARROW, OF_WIDE)
+)
 LEAST = np.float32(2.0**-100)  # a span whose largest magnitude is below is zero
 HALF = np.float32(0.5)
 INFINITY_BITS = np.int32(0x7F800000)
 DPBUSD = "llvm.x86.avx512.vpdpbusd.512"
+PMADDWD, PMADDWD_512 = "llvm.x86.avx2.pmadd.wd", "llvm.x86.avx512.pmaddw.d.512"
+HAS_AVX2 = "+avx2" in FEATURES.split(",")
+HAS_AVX512BW = HAS_AVX512 and "+avx512bw" in FEATURES.split(",")
 
 
 class Digits(NamedTuple):
     """Rows of inputs as integers."""
 
-    digits: Int8s  # [rows, digits, in], the highest first
+    digits: Integers  # [rows, digits, in], the highest first
     zeros: Int32s  # [rows, spans, digits]: what the zeros of the codes add to a sum, negated
     steps: Float32s  # [rows, spans]
     sums: Float32s  # [rows, spans], of the inputs
@@ -102,13 +118,15 @@ def multiply_by_dots(
     dtype: a worker's share of the outputs, for all rows."""
     first, last = outputs_of(out.shape[1], worker, num_workers)
     num_rows, num_in = x.shape
-    num_digits = 2 if x.itemsize == 2 else 3
+    num_digits = OF_NARROW if x.itemsize == 2 else OF_WIDE
     num_spans = num_in // weight.group * spans_of(weight.group)
     # PERF: the rows that pass over the weights together stay in the L2 cache.
-    most = max(TILE_ROWS, BLOCK_BYTES // (num_digits * num_in) // TILE_ROWS * TILE_ROWS)
+    most = max(
+        TILE_ROWS, BLOCK_BYTES // (num_digits * num_in * DIGIT_BITS // 8) // TILE_ROWS * TILE_ROWS
+    )
     most = min(most, max(1, num_rows))
     rows = Digits(
-        np.empty((most, num_digits, num_in), np.int8),
+        np.empty((most, num_digits, num_in), DIGIT),
         np.empty((most, num_spans, num_digits), np.int32),
         np.empty((most, num_spans), np.float32),
         np.empty((most, num_spans), np.float32),
@@ -141,20 +159,20 @@ def _round_row(x: Floats, zero: np.int32, rows: Digits, row: int, span: Span) ->
     for start in range(0, num_in, rows.group):
         for first in range(start, start + rows.group, SPAN):
             size = min(SPAN, start + rows.group - first)
-            step = _round_span(x[first : first + size], num_digits, span)
+            step = _round_span(x[first : first + size], span)
             total = np.float32(0)
             for digit in range(num_digits):
                 place = num_digits - 1 - digit
                 at = (row * num_digits + place) * num_in + first
                 added = _take_digit(span.rest[:size], digits[at : at + size])
                 rows.zeros[row, number, place] = -zero * added
-                total += np.float32(added) * np.float32(1 << (8 * digit))
+                total += np.float32(added) * np.float32(1 << (DIGIT_BITS * digit))
             rows.steps[row, number], rows.sums[row, number] = step, step * total
             number += 1
 
 
 @njit(nogil=True, error_model="numpy", **NO_REFCOUNT)
-def _round_span(x: Floats, num_digits: int, span: Span) -> np.float32:
+def _round_span(x: Floats, span: Span) -> np.float32:
     """Writes the integers of x [at most SPAN], and returns their step, which is NaN where an input
     is not finite."""
     size = np.uint64(x.shape[0])  # PERF: unsigned, as in rope_and_store_kv.py
@@ -165,7 +183,7 @@ def _round_span(x: Floats, num_digits: int, span: Span) -> np.float32:
     for i in range(size):
         largest_bits = max(largest_bits, bits[i] & np.int32(0x7FFFFFFF))
     is_finite, largest = largest_bits < INFINITY_BITS, np.int32(largest_bits).view(np.float32)
-    most = OF_2_DIGITS if num_digits == 2 else OF_3_DIGITS
+    most = MOST_NARROW if x.itemsize == 2 else MOST_WIDE
     if not is_finite or largest < LEAST:
         rest[:] = 0
         return np.float32(0 if is_finite else np.nan)
@@ -177,14 +195,14 @@ def _round_span(x: Floats, num_digits: int, span: Span) -> np.float32:
 
 
 @njit(nogil=True, **NO_REFCOUNT)
-def _take_digit(rest: Int32s, target: Int8s) -> np.int32:
+def _take_digit(rest: Int32s, target: Integers) -> np.int32:
     """Moves the lowest digit of each integer to `target`, and returns their sum."""
     total = np.int32(0)
     for i in range(np.uint64(rest.shape[0])):
-        digit = np.int8(rest[i])
-        target[i] = digit
-        total += np.int32(digit)
-        rest[i] = np.int32(rest[i] - np.int32(digit)) >> np.int32(8)
+        target[i] = rest[i]  # the lowest bits
+        digit = np.int32(target[i])
+        total += digit
+        rest[i] = np.int32(rest[i] - digit) >> np.int32(DIGIT_BITS)
     return total
 
 
@@ -194,7 +212,7 @@ def _multiply_block(
     tile: Float32s,
 ) -> None:  # fmt: skip
     """Computes one block of outputs for at most TILE_ROWS rows, out [rows, all outputs], whose
-    digits begin at `first_row`. tile [TILE_ROWS * 32] is scratch; x is like the inputs."""
+    digits begin at `first_row`. tile [TILE_ROWS * OUTPUTS] is scratch; x is like the inputs."""
     num_rows = out.shape[0]
     size = min(OUTPUTS, out.shape[1] - output)
     for row in range(num_rows):
@@ -230,15 +248,15 @@ def multiply_digits(
     """Adds the products of 1 to `size` rows with a block of outputs to a tile.
 
     `rows` begin with the first row, and are of inputs with the dtype of `like`. codes [n] are those
-    of the block, and factors [groups * 1 or 2 * 32] its scales and offsets. out [rows * 32], at
-    most `size` rows, which is a literal.
+    of the block, and factors [groups * 1 or 2 * OUTPUTS] its scales and offsets. out
+    [rows * OUTPUTS], at most `size` rows, which is a literal.
     """
     digits, _, steps, _, group = rows
     inputs = np.arange(digits.shape[2])
     of_group, span = inputs // group, inputs // group * spans_of(group) + inputs % group // SPAN
     by_group = factors.reshape(len(inputs) // group, -1, OUTPUTS)[of_group]
     weights = by_group[:, 0] * unpack_codes(codes, len(inputs)).T + by_group[:, 1:].sum(axis=1)
-    places = 256.0 ** np.arange(digits.shape[1] - 1, -1, -1)
+    places = (2.0**DIGIT_BITS) ** np.arange(digits.shape[1] - 1, -1, -1)
     for row in range(len(out) // OUTPUTS):
         values = places @ digits[row] * steps[row, span]
         out[row * OUTPUTS : (row + 1) * OUTPUTS] += (values @ weights).astype(np.float32)
@@ -283,7 +301,7 @@ class _Dots(TileEmitter):
         has."""
         builder = self._builder
         num_digits, num_in, num_spans = sizes
-        words = builder.udiv(num_in, INDEX(BYTES_PER_WORD))
+        words = builder.udiv(num_in, INDEX(DIGITS_PER_WORD))
         words_of_row, of_spans = (
             builder.mul(count, INDEX(num_digits)) for count in (words, num_spans)
         )
@@ -339,17 +357,30 @@ class _Dots(TileEmitter):
         """Adds the products of the inputs of a step, all of one span."""
         builder = self._builder
         start = builder.gep(codes, [builder.mul(step, INDEX(VECTORS))])
-        loaded = [self._load(start, number) for number in range(VECTORS)]
         if len(rows) > 1:
             for number in range(VECTORS):
                 emit_prefetch(builder, builder.gep(start, [INDEX(AHEAD + number)]), IN_L2)
-        if self._bits == 8:
-            self._add_words(rows, loaded, step)
+        operands = list(self._operands(start))
+        first = builder.mul(step, INDEX(len(operands)))
+        for number, vectors in enumerate(operands):
+            self._add_words(rows, vectors, builder.add(first, INDEX(number)))
+
+    def _operands(self, start: Any) -> Iterator[list[Any]]:
+        """Yields, for each word of inputs of a step, the codes of all outputs: bytes or halves."""
+        builder = self._builder
+        if self._bits == 8 and not HAS_BYTE_DOTS:
+            pairs = builder.bitcast(start, INT8X32.as_pointer())
+            for first in (0, VECTORS):
+                loaded = [self._load(pairs, first + number) for number in range(VECTORS)]
+                yield [builder.sext(codes, INT16X32) for codes in loaded]
             return
-        first = builder.mul(step, INDEX(2))
-        self._add_words(rows, [self._halves(words, 0) for words in loaded], first)
-        upper = [self._halves(words, 4) for words in loaded]
-        self._add_words(rows, upper, builder.add(first, INDEX(1)))
+        loaded = [self._load(start, number) for number in range(VECTORS)]
+        if self._bits == 8:
+            yield loaded
+            return
+        mask = 0x0F0F0F0F if HAS_BYTE_DOTS else 0x000F000F
+        for shift in (0, 4) if HAS_BYTE_DOTS else (0, 4, 8, 12):
+            yield [self._digits(words, shift, mask) for words in loaded]
 
     def _end_span(self, row: _Row, span: Any, factors: Any, has_offsets: Any) -> None:
         """Adds step * scale * dot product + offset * sum of inputs to the totals."""
@@ -379,17 +410,16 @@ class _Dots(TileEmitter):
     def _joined(self, sums: list[Any]) -> Any:
         """Returns the sums of all digits as one float32."""
         builder = self._builder
-        base = ir.Constant(FLOAT32X16, [256.0] * LANES)
+        base = ir.Constant(FLOAT32X16, [2.0**DIGIT_BITS] * LANES)
         whole = builder.sitofp(sums[0], FLOAT32X16)
         for lower in sums[1:]:
             whole = self._fma(whole, base, builder.sitofp(lower, FLOAT32X16))
         return whole
 
-    def _halves(self, words: Any, shift: int) -> Any:
-        """Returns one half of each byte."""
+    def _digits(self, words: Any, shift: int, mask: int) -> Any:
         builder = self._builder
         shifted = builder.lshr(words, ir.Constant(INT32X16, [shift] * LANES)) if shift else words
-        return builder.and_(shifted, ir.Constant(INT32X16, [0x0F0F0F0F] * LANES))
+        return builder.and_(shifted, ir.Constant(INT32X16, [mask] * LANES))
 
     def _wide(self, value: Any) -> Any:
         return self._builder.bitcast(self._splat(self._builder.bitcast(value, WORD)), FLOAT32X16)
@@ -398,9 +428,42 @@ class _Dots(TileEmitter):
         return self._call(f"llvm.fmuladd.v{LANES}f32", left, right, total)
 
     def _dot(self, total: Any, left: Any, right: Any) -> Any:
-        kind = ir.FunctionType(INT32X16, [INT32X16] * 3)
-        product = cgutils.get_or_insert_function(self._builder.module, kind, DPBUSD)
-        return self._builder.call(product, [total, left, right])
+        """Adds the dot products of the bytes or halves of each word."""
+        if HAS_BYTE_DOTS:
+            return self._called(DPBUSD, INT32X16, [total, left, right])
+        builder = self._builder
+        left, right = (builder.bitcast(operand, INT16X32) for operand in (left, right))
+        if HAS_AVX512BW:
+            return builder.add(total, self._called(PMADDWD_512, INT32X16, [left, right]))
+        if HAS_AVX2:
+            parts = [self._dot_in_part(total, left, right, part) for part in (0, 1)]
+            return builder.shuffle_vector(*parts, ir.Constant(INT32X16, list(range(LANES))))
+        for first in (0, 1):
+            even_or_odd = range(first, 2 * LANES, 2)
+            factors = [self._taken(operand, even_or_odd) for operand in (left, right)]
+            wide = [builder.sext(factor, INT32X16) for factor in factors]
+            total = builder.add(total, builder.mul(*wide))
+        return total
+
+    def _dot_in_part(self, total: Any, left: Any, right: Any, part: int) -> Any:
+        """Does so in the lower or upper half of the vectors: a register of AVX2.
+
+        PERF: LLVM would reorder additions, and keep more partial sums than there are registers.
+        """
+        half = LANES // 2
+        lanes, pairs = (range(part * size, (part + 1) * size) for size in (half, 2 * half))
+        operands = [self._taken(operand, pairs) for operand in (left, right)]
+        product = self._called(PMADDWD, ir.VectorType(WORD, half), operands)
+        return self._hidden(self._builder.add(self._taken(total, lanes), product))
+
+    def _taken(self, vector: Any, lanes: range) -> Any:
+        mask = ir.Constant(ir.VectorType(WORD, len(lanes)), list(lanes))
+        return self._builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), mask)
+
+    def _called(self, name: str, result: ir.Type, args: list[Any]) -> Any:
+        kind = ir.FunctionType(result, [arg.type for arg in args])
+        product = cgutils.get_or_insert_function(self._builder.module, kind, name)
+        return self._builder.call(product, args)
 
 
 @intrinsic(prefer_literal=True)
@@ -410,7 +473,7 @@ def _multiply_digits(
     if not isinstance(size, types.IntegerLiteral):
         return None
     bits = 8 if codes.dtype == types.int8 else 4
-    num_digits = 2 if like.dtype == types.uint16 else 3
+    num_digits = OF_NARROW if like.dtype == types.uint16 else OF_WIDE
     arrays = (*rows.types[:4], codes, factors, out)
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -22,14 +22,10 @@ from aserve_kernels.cpu.gemm import OUTPUTS
 from aserve_kernels.cpu.memory import array_at
 from aserve_kernels.cpu.precompile import Callback, cached_njit, compile_ahead
 from aserve_kernels.cpu.product import FLOAT32_LIKE, LIKE, RECORD_LIKE, compile_product
-from aserve_kernels.cpu.quant_codes import CODES_PER_WORD, HAS_DOTS, QuantWeight, dequantized
+from aserve_kernels.cpu.quant_codes import CODES_PER_WORD, QuantWeight, dequantized
 from aserve_kernels.cpu.quant_dots import multiply_by_dots
-from aserve_kernels.cpu.quant_floats import multiply_by_floats
 
 INT8_LIKE, INT32_LIKE = np.empty(0, np.int8), np.empty(0, np.int32)  # for `array_at`
-# Writes a worker's share of the outputs, [tokens, out] of any floating dtype, for all rows of x
-# [tokens, in, padded to whole groups], contiguous.
-MULTIPLY = multiply_by_dots if HAS_DOTS else multiply_by_floats
 
 
 def quant_linear(x: Tensor, weight: QuantWeight, *, num_workers: int = 1) -> Tensor:
@@ -84,7 +80,7 @@ def codes_product(dtype: torch.dtype, bits: int) -> Callback:
         )
         inputs = array_at(x, (num_tokens, num_in), like)
         wide = array_at(out, (num_tokens, num_out), FLOAT32_LIKE)
-        MULTIPLY(inputs, weight, wide, worker, num_workers)
+        multiply_by_dots(inputs, weight, wide, worker, num_workers)
 
     return compile_product(multiply_coded)
 
@@ -92,10 +88,10 @@ def codes_product(dtype: torch.dtype, bits: int) -> Callback:
 @cached_njit(parallel=True, nogil=True)
 def _multiply(x: Floats, weight: QuantWeight, out: Floats, num_workers: int) -> None:
     for worker in prange(num_workers):
-        MULTIPLY(x, weight, out, worker, num_workers)
+        multiply_by_dots(x, weight, out, worker, num_workers)
 
 
 @cached_njit(nogil=True)
 def _multiply_alone(x: Floats, weight: QuantWeight, out: Floats, num_workers: int) -> None:
     for worker in range(num_workers):
-        MULTIPLY(x, weight, out, worker, num_workers)
+        multiply_by_dots(x, weight, out, worker, num_workers)

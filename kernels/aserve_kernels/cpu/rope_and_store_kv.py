@@ -40,9 +40,10 @@ def rope_and_store_kv(
     heads [tokens, query heads + 2 * kv_heads, head_dim], the heads of a token contiguous: queries,
     keys, values. slots int64 [tokens]. pools: keys and values [num_slots, kv_heads, head_dim].
     cos_sin [tokens, rotary_dim], contiguous, cosines then sines. All of these are float32 or all
-    bfloat16, on the CPU. weight float32 [query heads + kv_heads, head_dim]; None for no norm. If
-    several tokens have one slot, the last one is kept by one worker; of several workers, which
-    divide the tokens, any may be the last. `rope_and_store_kv_ref` is the reference.
+    bfloat16, or the pools alone are bfloat16, on the CPU. weight float32 [query heads + kv_heads,
+    head_dim]; None for no norm. If several tokens have one slot, the last one is kept by one
+    worker; of several workers, which divide the tokens, any may be the last.
+    `rope_and_store_kv_ref` is the reference.
     """
     keys, values = pools
     num_queries = heads.shape[1] - 2 * keys.shape[1]
@@ -60,14 +61,17 @@ def rope_and_store_kv(
 
 
 def compile_rope_and_store_kv(dtype: torch.dtype) -> None:
+    """Compiles for this dtype, with pools of it and of bfloat16."""
     floats = numba_type(dtype)
-    arguments = (
-        *(types.Array(floats, 2, "A"), types.Array(types.int64, 1, "C")),
-        *(types.Array(floats, 2, "C"), types.Array(types.float32, 2, "C"), types.float64),
-        *[types.Array(floats, 3, "C") for _ in ("queries", "keys", "values")],
-    )
-    compile_ahead(_rope_and_store_alone, *arguments)
-    compile_ahead(_rope_and_store_shared, *arguments, types.int64)
+    for pool_floats in {floats, numba_type(torch.bfloat16)}:
+        pool = types.Array(pool_floats, 3, "C")
+        arguments = (
+            *(types.Array(floats, 2, "A"), types.Array(types.int64, 1, "C")),
+            *(types.Array(floats, 2, "C"), types.Array(types.float32, 2, "C"), types.float64),
+            *(types.Array(floats, 3, "C"), pool, pool),
+        )
+        compile_ahead(_rope_and_store_alone, *arguments)
+        compile_ahead(_rope_and_store_shared, *arguments, types.int64)
 
 
 # WHY: not nogil. A call takes microseconds; getting the GIL back may take milliseconds.
@@ -104,7 +108,7 @@ def _rope_and_store(
     key_rows = keys.reshape(keys.shape[0], key_size)
     value_rows = values.reshape(values.shape[0], key_size)
     row = np.empty((queries.shape[1] + keys.shape[1], head_dim), np.float32)
-    flat = row.reshape(row.size)
+    flat, wide_values = row.reshape(row.size), np.empty(key_size, np.float32)
     rope = np.empty(cos_sin.shape[1], np.float32)
     for token in range(heads.shape[0]):
         widen(heads[token, : row.size], flat)
@@ -114,9 +118,8 @@ def _rope_and_store(
         _rope_heads(row, rope, queries)
         narrow(flat[:query_size], query_rows[token])
         narrow(flat[query_size:], key_rows[slots[token]])
-        value_row = value_rows[slots[token]]
-        for i in range(key_size):
-            value_row[i] = heads[token, row.size + i]
+        widen(heads[token, row.size :], wide_values)
+        narrow(wide_values, value_rows[slots[token]])
 
 
 @njit(fastmath=FASTMATH)

@@ -13,13 +13,19 @@ from typing import Any, TypeAlias
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, config
+from numba.core.codegen import get_host_cpu_features
 from numba.core.datamodel import PrimitiveModel
 from numba.extending import intrinsic, overload, register_model
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, widen
 
+# The features that numba compiles for: the machine's, unless NUMBA_CPU_FEATURES names others.
+FEATURES = get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
+HAS_AVX512 = "+avx512f" in FEATURES.split(",")
+HAS_AVX512_BF16 = "+avx512bf16" in FEATURES.split(",")
 LANES = 16
+MOST_SUMS = 16 if HAS_AVX512 else 4  # vectors of sums that registers hold beside their operands
 Lanes: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 # What a numba intrinsic returns: its signature, and the function that emits its instructions.
 Intrinsic: TypeAlias = tuple[Any, Callable[..., Any]]
@@ -28,6 +34,7 @@ FLOAT32X16 = ir.VectorType(ir.FloatType(), LANES)
 INT32X16 = ir.VectorType(ir.IntType(32), LANES)
 INT16X16 = ir.VectorType(ir.IntType(16), LANES)
 INT8X16 = ir.VectorType(ir.IntType(8), LANES)
+INT16X32, INT8X32 = (ir.VectorType(ir.IntType(bits), 2 * LANES) for bits in (16, 8))
 FLOAT16X16 = ir.VectorType(ir.HalfType(), LANES)
 INDEX = ir.IntType(64)
 IN_L1, IN_L2 = 3, 2  # how near to the processor a prefetched line is brought
@@ -214,17 +221,26 @@ def _dot_products(typing: Any, x: Any, start: Any, rows: Any, first: Any, width:
         rights = [right]
         while len(rights) < LANES:
             rights.append(builder.gep(rights[-1], [num_vectors]))
-        zero = ir.Constant(FLOAT32X16, None)
-        sums = [cgutils.alloca_once_value(builder, zero) for _ in rights]
-        with cgutils.for_range(builder, num_vectors, intp=INDEX) as loop:
-            part = builder.load(builder.gep(left, [loop.index]), align=4)
-            for variable, row_start in zip(sums, rights, strict=True):
-                other = builder.load(builder.gep(row_start, [loop.index]), align=4)
-                total = _emit_fma(builder, part, other, builder.load(variable))
-                builder.store(total, variable)
-        return horizontal_sums(builder, [builder.load(variable) for variable in sums])
+        sums: list[Any] = []
+        for first in range(0, LANES, MOST_SUMS):
+            some = rights[first : first + MOST_SUMS]
+            sums += _emit_dot_products(builder, left, some, num_vectors)
+        return horizontal_sums(builder, sums)
 
     return LANES_TYPE(x, types.intp, rows, types.intp, types.intp), emit
+
+
+def _emit_dot_products(builder: Any, left: Any, rights: list[Any], num_vectors: Any) -> list[Any]:
+    """Returns one vector of sums for the products of `left` with each row."""
+    zero = ir.Constant(FLOAT32X16, None)
+    sums = [cgutils.alloca_once_value(builder, zero) for _ in rights]
+    with cgutils.for_range(builder, num_vectors, intp=INDEX) as loop:
+        part = builder.load(builder.gep(left, [loop.index]), align=4)
+        for variable, row_start in zip(sums, rights, strict=True):
+            other = builder.load(builder.gep(row_start, [loop.index]), align=4)
+            total = _emit_fma(builder, part, other, builder.load(variable))
+            builder.store(total, variable)
+    return [builder.load(variable) for variable in sums]
 
 
 def horizontal_sums(builder: Any, vectors: list[Any]) -> Any:

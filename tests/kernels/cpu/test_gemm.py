@@ -19,6 +19,12 @@ from aserve_kernels.cpu.gemm import (
 )
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-7}  # bfloat16: one step of it
+# The dtypes of inputs and of weights.
+KINDS = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.bfloat16),
+]
 
 
 def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -28,12 +34,12 @@ def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, ROWS - 1, ROWS, 3 * ROWS + 7])
 @pytest.mark.parametrize("num_out", [1, OUTPUTS, 3 * OUTPUTS, 2 * OUTPUTS + 5])
 @pytest.mark.parametrize("num_in", [2, 34, 128])
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(("dtype", "stored"), KINDS, ids=str)
 def test_every_shape_equals_the_reference(
-    dtype: torch.dtype, num_in: int, num_out: int, num_tokens: int
+    dtype: torch.dtype, stored: torch.dtype, num_in: int, num_out: int, num_tokens: int
 ) -> None:
-    compile_packed_linear(dtype)
-    weight, x = draw(num_out, num_in, dtype=dtype), draw(num_tokens, 2 * num_in, dtype=dtype)
+    compile_packed_linear(dtype, stored=stored)
+    weight, x = draw(num_out, num_in, dtype=stored), draw(num_tokens, 2 * num_in, dtype=dtype)
     packed, bias = pack(weight), draw(num_out, dtype=torch.float32).numpy()
     rows = x[:, :num_in]  # of another stride
     got, expected = packed_linear(rows, packed, bias), packed_linear_ref(rows, packed, bias)
@@ -43,11 +49,13 @@ def test_every_shape_equals_the_reference(
     torch.testing.assert_close(got.double(), plain, rtol=tolerance, atol=5 * tolerance)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_a_row_is_the_same_whatever_stands_beside_it(dtype: torch.dtype) -> None:
-    compile_packed_linear(dtype)
+@pytest.mark.parametrize(("dtype", "stored"), KINDS, ids=str)
+def test_a_row_is_the_same_whatever_stands_beside_it(
+    dtype: torch.dtype, stored: torch.dtype
+) -> None:
+    compile_packed_linear(dtype, stored=stored)
     x, bias = draw(15, 64, dtype=dtype), np.zeros(40, np.float32)
-    packed = pack(draw(40, 64, dtype=dtype))
+    packed = pack(draw(40, 64, dtype=stored))
     together = packed_linear(x, packed, bias)
     for row in range(len(x)):
         assert torch.equal(packed_linear(x[row : row + 1], packed, bias)[0], together[row])
@@ -55,11 +63,14 @@ def test_a_row_is_the_same_whatever_stands_beside_it(dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("num_tokens", [1, 300])  # more than pass over the weights together
 @pytest.mark.parametrize("num_out", [OUTPUTS - 1, 2 * OUTPUTS + 5, 7 * OUTPUTS])
-def test_threads_share_a_product_and_change_no_bit(num_out: int, num_tokens: int) -> None:
-    dtype, num_in = torch.bfloat16, 640
-    compile_packed_linear(dtype)
-    compile_packed_linear(dtype, 2)
-    packed, bias = pack(draw(num_out, num_in, dtype=dtype)), draw(num_out, dtype=torch.float32)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_threads_share_a_product_and_change_no_bit(
+    dtype: torch.dtype, num_out: int, num_tokens: int
+) -> None:
+    stored, num_in = torch.bfloat16, 640
+    for num_workers in (1, 2):
+        compile_packed_linear(dtype, num_workers, stored)
+    packed, bias = pack(draw(num_out, num_in, dtype=stored)), draw(num_out, dtype=torch.float32)
     x = draw(num_tokens, num_in, dtype=dtype)
     alone = packed_linear(x, packed, bias.numpy())
     assert distance(alone, packed_linear_ref(x, packed, bias.numpy())) < TOLERANCES[dtype]

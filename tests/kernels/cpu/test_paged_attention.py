@@ -45,6 +45,16 @@ def test_keys_and_values_of_fp8_count_times_their_scales(head_dim: int, dtype: t
     torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-3)
 
 
+@pytest.mark.parametrize("head_dim", [24, 32])
+def test_queries_of_float32_read_keys_and_values_of_bfloat16(head_dim: int) -> None:
+    op.compile_paged_attention(torch.float32, 1, torch.bfloat16)
+    case = make(ROWS, head_dim=head_dim, dtype=torch.float32)
+    stored = dataclasses.replace(
+        case, keys=case.keys.to(torch.bfloat16), values=case.values.to(torch.bfloat16)
+    )
+    stored.assert_equals_reference(partial(op.paged_attention, num_workers=1), Scoring(0.2, 90))
+
+
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_sinks_join_the_softmax(num_workers: int) -> None:
     """A sink below all scores, sinks among them, and one so far above that nothing else is left."""

@@ -63,3 +63,16 @@ def test_normed_heads_are_rounded_where_torch_rounds_them() -> None:
     got = rope_and_store_kv(heads, draw_slots(40), pools, **given)
     wanted = rope_and_store_kv_ref(heads, draw_slots(40), expected, **given)
     assert (got != wanted).sum() <= 2
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_pools_of_bfloat16_hold_the_rounded_keys_and_values_of_float32_heads(
+    num_workers: int,
+) -> None:
+    heads, cos_sin = draw(17, 5, 32), draw_cos_sin(17, 32, torch.float32)
+    exact, stored = (make_pools(1, 32, dtype) for dtype in (torch.float32, torch.bfloat16))
+    store = partial(rope_and_store_kv, heads, draw_slots(17), cos_sin=cos_sin)
+    queries = store(exact, num_workers=num_workers)
+    assert torch.equal(store(stored, num_workers=num_workers), queries)
+    for wide, narrow in zip(exact, stored, strict=True):
+        assert torch.equal(wide.bfloat16(), narrow)

@@ -205,7 +205,7 @@ def _fill(capture: HiddenCapture | None, streams: Tensor) -> None:
 def make_compiled_forward(model: CausalModel, state: DeviceState) -> CompiledForward | None:
     if not isinstance(model, Decoder | StagedDecoder):
         return None
-    if state.pools.dtype not in (model.dtype, FP8):
+    if state.pools.dtype not in (model.dtype, torch.bfloat16, FP8):
         return None
     if not are_layers_covered(model, masks=(Mask.CAUSAL,)):
         return None

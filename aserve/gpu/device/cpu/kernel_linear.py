@@ -32,11 +32,11 @@ from aserve_kernels.cpu.quant_linear import compile_quant_linear, quant_linear
 class TiledLinear:
     """Weights packed in the tiles of aserve_kernels.cpu.gemm. The fused decoder reads them too."""
 
-    __slots__ = ("bias", "num_in", "num_workers", "packed")
+    __slots__ = ("bias", "num_in", "num_workers", "packed", "stored")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, num_workers: int = 1) -> None:
-        """weight [out, in], in the model's dtype, bias [out]."""
-        self.num_in = weight.shape[1]
+        """weight [out, in], in the model's dtype or bfloat16, bias [out]."""
+        self.num_in, self.stored = weight.shape[1], weight.dtype
         self.num_workers = num_workers
         self.packed = pack(weight)
         self.bias = (torch.zeros(len(weight)) if bias is None else bias.float()).numpy()
@@ -50,14 +50,26 @@ class TiledLinear:
 
 
 def prepare_tiled(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
-    """dtype: float32 or bfloat16. The kernel reads input features in pairs, so a layer with an odd
-    number of them goes to oneDNN. Threads share the products in bfloat16; in float32, small models
-    have tiles only."""
+    """dtype: float32 or bfloat16."""
+    return _tiled(linear, device, dtype=dtype, stored=dtype)
+
+
+def prepare_bf16_stored(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
+    """dtype: float32. Weights are bfloat16."""
+    return _tiled(linear, device, dtype=dtype, stored=torch.bfloat16)
+
+
+def _tiled(
+    linear: Linear, device: torch.device, *, dtype: torch.dtype, stored: torch.dtype
+) -> LinearOp:
+    """The kernel reads input features in pairs, so a layer with an odd number of them goes to
+    oneDNN. Threads share the products with weights of bfloat16; those of float32 are in small
+    models only."""
     if linear.weight.shape[1] % 2:
         return prepare_packed(linear, device, dtype=dtype)
-    num_workers = torch.get_num_threads() if dtype == torch.bfloat16 else 1
-    compile_packed_linear(dtype, num_workers)
-    return TiledLinear(linear.weight.to(device, dtype), linear.bias, num_workers=num_workers)
+    num_workers = torch.get_num_threads() if stored == torch.bfloat16 else 1
+    compile_packed_linear(dtype, num_workers, stored)
+    return TiledLinear(linear.weight.to(device, stored), linear.bias, num_workers=num_workers)
 
 
 class TiledExperts:

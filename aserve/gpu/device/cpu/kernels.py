@@ -15,7 +15,9 @@ from aserve.gpu.device.cpu.weights import (
     CpuIsa,
     has_tiles,
     read_isa,
+    widens_tiles,
 )
+from aserve.gpu.kv.store import FP8
 from aserve.gpu.weights.format import dtype_name
 from aserve.host.limits import usable_cpus
 from aserve.progress import shown_progress
@@ -46,19 +48,34 @@ def all_kernels(isa: CpuIsa) -> list[KernelVariant]:
 def kernels_of(dtype: torch.dtype, isa: CpuIsa, *, num_threads: int) -> list[KernelVariant]:
     """Returns the variants that a model of this dtype runs on so many threads.
 
-    NOTE: in float32, only small models have tiled weights, whose products run on one thread.
+    Without instructions for bfloat16, large models are float32 with weights and KV of bfloat16.
     """
     variants = _variants(["gated_mul", "rms_norm", "rope_and_store_kv"], dtype)
     if has_tiles(dtype, isa):
-        num = min(num_threads, 2) if dtype == torch.bfloat16 else 1
-        variants += _variants(["decoder_forward", "packed_linear"], dtype, num_threads=num)
-        if num > 1:  # a step may be left to one thread
-            variants += _variants(["decoder_forward"], dtype)
+        variants += _kernels_of_tiles(dtype, isa, num_threads=num_threads)
     variants += _variants(["draw", "shared_table", "suffix_match"], torch.float32)
     parallel = ["paged_attention"]
     if dtype == torch.bfloat16 and isa.bf16_products == AVX512_BF16:
         parallel.append("chunk_attention")
     return variants + _variants(parallel, dtype, num_threads=min(num_threads, 2))
+
+
+def _kernels_of_tiles(dtype: torch.dtype, isa: CpuIsa, *, num_threads: int) -> list[KernelVariant]:
+    """NOTE: weights of float32 are tiled in small models only, which run on one thread."""
+    num = _team_of_tiles(dtype, isa, num_threads)
+    if dtype == torch.float32 and num > 1:
+        linears = _variants(["packed_bf16_linear"], dtype, num_threads=num)
+        return linears + _kernels_of_kv(dtype, torch.bfloat16, isa, num_threads=num)
+    variants = _variants(["packed_linear"], dtype, num_threads=num)
+    for each in sorted({1, num}, reverse=True):  # a step may be left to one thread
+        variants += _variants(["decoder_forward"], dtype, num_threads=each)
+    return variants
+
+
+def _team_of_tiles(dtype: torch.dtype, isa: CpuIsa, num_threads: int) -> int:
+    """Returns how many threads share the products of tiles, as far as compilation differs."""
+    is_shared = dtype == torch.bfloat16 or widens_tiles(isa)
+    return min(num_threads, 2) if is_shared else 1
 
 
 def _variants(
@@ -98,16 +115,21 @@ def compile_kernels_of(dtype: torch.dtype) -> None:
     _try_compile(kernels_of(dtype, read_isa(), num_threads=torch.get_num_threads()))
 
 
-def compile_kernels_for_fp8(dtype: torch.dtype) -> None:
-    """Does the same for what a model of this dtype runs beside KV of fp8, which no build ahead of
-    time has."""
-    num_threads = min(torch.get_num_threads(), 2)
-    variants = _variants(["paged_attention_fp8"], dtype, num_threads=num_threads)
-    if has_tiles(dtype, read_isa()):
-        num = num_threads if dtype == torch.bfloat16 else 1
-        for each in {1, num}:
-            variants += _variants(["decoder_forward_fp8"], dtype, num_threads=each)
-    _try_compile(variants)
+def compile_kernels_for_kv(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    """Does the same for what a model of this dtype runs beside KV of another dtype: fp8, which no
+    build ahead of time has, or bfloat16."""
+    _try_compile(_kernels_of_kv(dtype, kv_dtype, read_isa(), num_threads=torch.get_num_threads()))
+
+
+def _kernels_of_kv(
+    dtype: torch.dtype, kv_dtype: torch.dtype, isa: CpuIsa, *, num_threads: int
+) -> list[KernelVariant]:
+    suffix, most = "fp8" if kv_dtype == FP8 else dtype_name(kv_dtype), min(num_threads, 2)
+    variants = _variants([f"paged_attention_{suffix}"], dtype, num_threads=most)
+    if has_tiles(dtype, isa):
+        for each in sorted({1, _team_of_tiles(dtype, isa, most)}, reverse=True):
+            variants += _variants([f"decoder_forward_{suffix}"], dtype, num_threads=each)
+    return variants
 
 
 def _try_compile(variants: list[KernelVariant]) -> None:

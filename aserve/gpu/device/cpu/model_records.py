@@ -247,7 +247,8 @@ class ModelRecords:
         sizes = (packed.num_in, packed.num_out)
         if isinstance(packed, TiledLinear):
             arrays: tuple[npt.NDArray[Any], ...] = (packed.packed, packed.bias, NO_FACTORS)
-            return tiles_product(self._dtype).address, *map(_address, arrays), *sizes, 0, 0
+            called = tiles_product(self._dtype, packed.stored)
+            return called.address, *map(_address, arrays), *sizes, 0, 0
         weight = packed.weight
         arrays = (weight.codes, weight.bias, weight.factors)
         numbers = (*sizes, weight.group, weight.per_group)

@@ -55,7 +55,7 @@ def _rope_and_store_kv(
     scales: Scales,
     /,
 ) -> Tensor:
-    if rope is None or pools[0].dtype != heads.dtype:
+    if rope is None or pools[0].dtype not in (heads.dtype, torch.bfloat16):
         return rope_then_store_kv(heads, rope, slots, pools, scales)
     norms = rope.norms
     weight, eps = (None, 0.0) if norms is None else (norms.weight, norms.eps)

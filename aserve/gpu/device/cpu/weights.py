@@ -38,12 +38,13 @@ class CpuIsa:
     has_onednn: bool
     has_fbgemm: bool
     has_numba: bool
-    has_avx512: bool  # vectors of 16 float32, for which aserve's own products are written
+    has_avx2: bool  # or more, for which aserve's own products are written
+    has_avx512: bool
 
 
 def read_isa() -> CpuIsa:
     """torch is capped by ATEN_CPU_CAPABILITY, oneDNN by ONEDNN_MAX_CPU_ISA."""
-    capabilities = torch.cpu.get_capabilities()
+    capabilities, used = torch.cpu.get_capabilities(), torch.backends.cpu.get_cpu_capability()
     has_onednn = torch.backends.mkldnn.is_available()
     return CpuIsa(
         bf16_products=_bf16_products(capabilities) if has_onednn else None,
@@ -51,8 +52,8 @@ def read_isa() -> CpuIsa:
         has_fbgemm="fbgemm" in torch.backends.quantized.supported_engines
         and bool(capabilities.get("avx2")),
         has_numba=importlib.util.find_spec("numba") is not None,
-        has_avx512=bool(capabilities.get("avx512_f"))
-        and torch.backends.cpu.get_cpu_capability() == "AVX512",
+        has_avx2=bool(capabilities.get("avx2")) and used in ("AVX2", "AVX512"),
+        has_avx512=bool(capabilities.get("avx512_f")) and used == "AVX512",
     )
 
 
@@ -120,9 +121,15 @@ def has_large_tiles(dtype: torch.dtype, isa: CpuIsa) -> bool:
 
 
 def has_tiles(dtype: torch.dtype, isa: CpuIsa) -> bool:
-    if not (isa.has_numba and isa.has_avx512 and isa.has_onednn):
+    if not (isa.has_numba and isa.has_avx2 and isa.has_onednn):
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and isa.bf16_products is not None)
+
+
+def widens_tiles(isa: CpuIsa) -> bool:
+    """Whether float32 models of any size may have tiles of bfloat16, which are widened as they are
+    multiplied."""
+    return isa.bf16_products is None and has_tiles(torch.float32, isa)
 
 
 def _quantized_format(request: WeightRequest, isa: CpuIsa) -> WeightFormat:
@@ -147,8 +154,8 @@ def _quantized_format(request: WeightRequest, isa: CpuIsa) -> WeightFormat:
             param="quantization",
         )
     about = f"{dtype_name(format_.dtype)} with {name} weights"
-    return WeightFormat(
-        format_.dtype, PREPARE_QUANTIZED[name], about, stored_bits=QUANTIZATIONS[name]
+    return replace(
+        format_, prepare=PREPARE_QUANTIZED[name], about=about, stored_bits=QUANTIZATIONS[name]
     )
 
 
@@ -171,6 +178,13 @@ def _unquantized_format(request: WeightRequest, isa: CpuIsa) -> WeightFormat:
         return _format_of(torch.float32, isa, why="auto: a small model")
     if isa.bf16_products:
         return _format_of(torch.bfloat16, isa, why=f"auto: the processor has {isa.bf16_products}")
+    if widens_tiles(isa) and request.stored == dtype_name(torch.bfloat16):
+        from aserve.gpu.device.cpu.kernel_linear import prepare_bf16_stored
+
+        about = "float32 with weights stored as bfloat16 (auto: no instructions for bfloat16)"
+        return WeightFormat(
+            torch.float32, prepare_bf16_stored, about, stored_bits=16, kv_dtype=torch.bfloat16
+        )
     if isa.has_fbgemm:
         about = "float32 with weights stored as float16 (auto: no instructions for bfloat16)"
         return WeightFormat(torch.float32, prepare_fp16_stored, about, stored_bits=16)

@@ -33,7 +33,7 @@ print(format_.about)
         (
             AVX2_ONLY,
             """None False torch.float32 16
-float32 with weights stored as float16 (auto: no instructions for bfloat16)
+float32 with weights stored as bfloat16 (auto: no instructions for bfloat16)
 """,
         ),
         ({"ONEDNN_MAX_CPU_ISA": "AVX2"}, "None "),  # a user caps it alone

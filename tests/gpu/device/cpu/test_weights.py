@@ -8,7 +8,11 @@ import pytest
 import torch
 
 from aserve.errors import ConfigError
-from aserve.gpu.device.cpu.kernel_linear import PREPARE_QUANTIZED, prepare_tiled
+from aserve.gpu.device.cpu.kernel_linear import (
+    PREPARE_QUANTIZED,
+    prepare_bf16_stored,
+    prepare_tiled,
+)
 from aserve.gpu.device.cpu.linear import PerToken, prepare_fp16_stored, prepare_packed
 from aserve.gpu.device.cpu.weights import (
     SMALL_BYTES,
@@ -20,13 +24,21 @@ from aserve.gpu.device.cpu.weights import (
 )
 from aserve.gpu.layers.linear import Linear, Prepare, prepare
 from aserve.gpu.weights.format import WeightRequest
+from aserve_kernels.cpu.quant_codes import HAS_BYTE_DOTS
 
 CPU = torch.device("cpu")
 LARGE = SMALL_BYTES  # weights, of four bytes each
-AMX = CpuIsa(bf16_products="AMX", has_onednn=True, has_fbgemm=True, has_numba=True, has_avx512=True)
+AMX = CpuIsa(
+    bf16_products="AMX",
+    has_onednn=True,
+    has_fbgemm=True,
+    has_numba=True,
+    has_avx2=True,
+    has_avx512=True,
+)
 NO_BF16 = replace(AMX, bf16_products=None)
 AVX2 = replace(AMX, bf16_products=None, has_avx512=False)
-OTHER = replace(AVX2, has_fbgemm=False)
+OTHER = replace(AVX2, has_fbgemm=False, has_avx2=False)
 AVX512 = replace(AMX, bf16_products="AVX512-bf16")
 BARE = replace(OTHER, has_onednn=False, has_numba=False)
 
@@ -39,7 +51,8 @@ TINY, SMALL = TINY_BYTES // 4, SMALL_BYTES // 4  # weights: the most that count 
     [
         # A large model gets the fewest bytes that the machine multiplies fast.
         ("auto", LARGE, AMX, torch.bfloat16, prepare_packed),
-        ("auto", LARGE, AVX2, torch.float32, prepare_fp16_stored),
+        ("auto", LARGE, AVX2, torch.float32, prepare_bf16_stored),
+        ("auto", LARGE, NO_BF16, torch.float32, prepare_bf16_stored),
         ("auto", LARGE, OTHER, torch.float32, prepare_packed),
         ("auto", LARGE, BARE, torch.float32, prepare),
         # aserve's own products read weights faster than oneDNN's, and AMX multiplies faster.
@@ -47,12 +60,12 @@ TINY, SMALL = TINY_BYTES // 4, SMALL_BYTES // 4  # weights: the most that count 
         ("float32", LARGE, AVX512, torch.float32, prepare_packed),
         # A tiny model answers alike on every machine.
         ("auto", TINY, AMX, torch.float32, prepare_tiled),
-        ("auto", TINY, AVX2, torch.float32, prepare_packed),
+        ("auto", TINY, AVX2, torch.float32, prepare_tiled),
         # A small model is in bfloat16 where that is multiplied fast.
         ("auto", TINY + 1, AMX, torch.bfloat16, prepare_tiled),
         ("auto", SMALL, AMX, torch.bfloat16, prepare_tiled),
         ("auto", SMALL, NO_BF16, torch.float32, prepare_tiled),
-        ("auto", SMALL, AVX2, torch.float32, prepare_packed),
+        ("auto", SMALL, AVX2, torch.float32, prepare_tiled),
         ("auto", SMALL, BARE, torch.float32, prepare),
         # Nothing is packed for products that the machine lacks.
         ("bfloat16", SMALL, AMX, torch.bfloat16, prepare_tiled),
@@ -67,6 +80,11 @@ def test_a_format_suits_the_machine_and_the_size_of_the_model(
     chosen = choose_cpu_format(WeightRequest(name, "bfloat16", num_weights), isa)
     assert (chosen.dtype, chosen.prepare) == (dtype, format_)
     assert ("auto: " in chosen.about) == (name == "auto")
+
+
+def test_a_checkpoint_of_float16_keeps_the_bits_that_bfloat16_has_not() -> None:
+    chosen = choose_cpu_format(WeightRequest("auto", "float16", LARGE), AVX2)
+    assert chosen.prepare is prepare_fp16_stored
 
 
 @pytest.mark.parametrize("name", ["auto", "bfloat16"])
@@ -147,6 +165,7 @@ FORMS = {
         for dtype in (torch.float32, torch.bfloat16)
     },
     "stored as float16": (prepare_fp16_stored, torch.float32),
+    "stored as bfloat16": (prepare_bf16_stored, torch.float32),
     **{
         f"here for {name}": form_of_this_machine(name)
         for name in ("float32", "float64", "bfloat16", "float16", "auto")
@@ -171,7 +190,10 @@ def test_each_form_gives_the_plain_product(
     got = format_(Linear(weight, bias), CPU, dtype=dtype)(x)
     expected = prepare(Linear(weight.double(), bias), CPU, dtype=torch.float64)(x.double())
     assert (got.dtype, got.shape) == (dtype, (num_tokens, 50))
-    assert (got.double() - expected).norm() <= 4 * torch.finfo(dtype).eps * expected.norm()
+    error = 4 * torch.finfo(dtype).eps
+    if format_ in PREPARE_QUANTIZED.values() and not HAS_BYTE_DOTS:
+        error = max(error, 2.0**-15)  # inputs become integers of 16 bits
+    assert (got.double() - expected).norm() <= error * expected.norm()
 
 
 def test_deterministic_products_are_of_one_token_in_whatever_form() -> None:
