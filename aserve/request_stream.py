@@ -175,7 +175,7 @@ class RequestStream:
     """The output chunks of one call, for one reader."""
 
     __slots__ = (
-        *("_alarm", "_is_unread", "_leave", "_max_unread_bytes", "_num_open", "_offer"),
+        *("_alarm", "_is_unread", "_leave", "_max_unread_bytes", "_next", "_num_open", "_offer"),
         *("_on_unread", "_pending", "_request_ids", "_waiter"),
     )
 
@@ -191,7 +191,8 @@ class RequestStream:
         self._num_open = len(request_ids)
         self._leave = leave
         self._max_unread_bytes = max_unread_bytes
-        self._pending: Unread | None = None  # made when the first chunk comes
+        self._next: OutputChunk | None = None  # came while the reader waited, before all pending
+        self._pending: Unread | None = None  # made when a chunk comes while the reader is busy
         self._waiter: asyncio.Future[None] | None = None  # of a reader that waits
         self._offer: Offer | None = None
         self._alarm: IdleAlarm | None = None
@@ -211,13 +212,21 @@ class RequestStream:
     def put(self, chunk: OutputChunk) -> None:
         """Adds a chunk. Only the gateway calls it."""
         offer, waiter = self._offer, self._waiter
-        is_read = waiter is not None and not waiter.done() and not self._pending
-        if offer is not None and is_read and not chunk.is_last and offer(chunk):
-            if self._alarm is not None:
-                self._alarm.reset()
+        if waiter is not None and not waiter.done() and not self._pending:
+            if offer is not None and not chunk.is_last and offer(chunk):
+                if self._alarm is not None:
+                    self._alarm.reset()
+                return
+            # PERF: the reader takes it in this iteration of the loop, so it needs no queue.
+            self._next = chunk
+            self._num_open -= chunk.is_last
+            waiter.set_result(None)
             return
         if self._pending is None:
             self._pending = Unread()
+        if self._next is not None:
+            self._pending.put(self._next)
+            self._next = None
         self._pending.put(chunk)
         self._num_open -= chunk.is_last
         if self._on_unread is not None and self.unread_bytes > self._max_unread_bytes:
@@ -228,7 +237,7 @@ class RequestStream:
 
     def cancel(self) -> None:
         """Cancels the requests that still run and drops the unread chunks."""
-        self._num_open, self._pending = 0, None
+        self._num_open, self._next, self._pending = 0, None, None
         for request_id in self._request_ids:
             self._leave(request_id)
         self._wake()
@@ -248,10 +257,10 @@ class RequestStream:
         self._offer = offer
         alarm = self._alarm = None if idle_s is None else IdleAlarm(idle_s, self._wake)
         try:
-            while self._pending or self._num_open:
-                if not self._pending:
+            while self._next or self._pending or self._num_open:
+                if not (self._next or self._pending):
                     await self._arrival()  # PERF: a future, not a coroutine, which has 272 bytes
-                batch = self._pending.take() if self._pending else []
+                batch = self._take()
                 if batch or self._num_open:
                     yield batch
                 if self._pending:
@@ -270,6 +279,10 @@ class RequestStream:
         async for chunks in self.batches():
             for chunk in chunks:
                 yield chunk
+
+    def _take(self) -> list[OutputChunk]:
+        batch, self._next = [self._next] if self._next else [], None
+        return batch or (self._pending.take() if self._pending else [])
 
     def _arrival(self) -> asyncio.Future[None]:
         self._waiter = waiter = asyncio.get_running_loop().create_future()

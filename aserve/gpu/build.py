@@ -214,19 +214,11 @@ def build_on(
     options = dataclasses.replace(
         options,
         max_mixed_prefill_tokens=options.max_mixed_prefill_tokens or form.max_mixed_prefill_tokens,
-        kv_dtype=_kv_dtype_name(options, form, model),
+        kv_dtype=form.kv_dtype_for(options.kv_dtype, model.layers),
     )
     return assemble(
         model, mode, device, options, about=about, drafter=drafter, live_loader=live_loader
     )
-
-
-def _kv_dtype_name(options: BuildOptions, form: WeightFormat, model: CausalModel) -> str:
-    """NOTE: latents keep the model's dtype, since no kernel of the CPU reads others."""
-    has_latents = any(layer.value_dim is not None for layer in model.layers)
-    if options.kv_dtype != "auto" or form.kv_dtype is None or has_latents:
-        return options.kv_dtype
-    return kv_dtype_name(form.kv_dtype)
 
 
 def _target(device: Device, options: BuildOptions, form: WeightFormat, ops: DeviceOps) -> Target:

@@ -5,7 +5,7 @@ Each device chooses for itself (`Device.weight_format`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from aserve.errors import ConfigError
+from aserve.gpu.kv.layer_groups import LayerSpec
+from aserve.gpu.kv.store import kv_dtype_name
 from aserve.gpu.layers.grouped_linear import GroupedLinearOp, PrepareGrouped, linear_per_expert
 from aserve.gpu.layers.linear import Prepare
 from aserve.gpu.weights.fp8 import Fp8Experts
@@ -68,6 +70,14 @@ class WeightFormat:
     @property
     def weight_bits(self) -> float:
         return self.stored_bits or 8 * self.dtype.itemsize
+
+    def kv_dtype_for(self, name: str, layers: Iterable[LayerSpec]) -> str:
+        """Returns what --kv-cache-dtype names, with `auto` resolved where another dtype than the
+        model's is best. NOTE: latents keep the model's, since no kernel of the CPU reads others."""
+        has_latents = any(layer.value_dim is not None for layer in layers)
+        if name != "auto" or self.kv_dtype is None or has_latents:
+            return name
+        return kv_dtype_name(self.kv_dtype)
 
 
 def parse_dtype(name: str) -> torch.dtype:

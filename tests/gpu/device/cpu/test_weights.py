@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 
@@ -22,6 +23,7 @@ from aserve.gpu.device.cpu.weights import (
     choose_cpu_format,
     read_isa,
 )
+from aserve.gpu.kv.layer_groups import LayerSpec
 from aserve.gpu.layers.linear import Linear, Prepare, prepare
 from aserve.gpu.weights.format import WeightRequest
 from aserve_kernels.cpu.quant_codes import HAS_BYTE_DOTS
@@ -204,3 +206,15 @@ def test_deterministic_products_are_of_one_token_in_whatever_form() -> None:
         op = format_.prepare(Linear(weight), torch.device("cpu"), dtype=torch.float32)
         assert isinstance(op, PerToken)
         assert format_.about.endswith(", each token alone")
+
+
+def test_kv_is_bfloat16_beside_weights_of_bfloat16_unless_it_is_named_or_has_latents() -> None:
+    widened, plain = (
+        choose_cpu_format(WeightRequest("auto", "bfloat16", LARGE), isa) for isa in (AVX2, AVX512)
+    )
+    layer = LayerSpec(index=0, num_heads=2, num_kv_heads=1, head_dim=8, scale=1.0)
+    latent = msgspec.structs.replace(layer, value_dim=4)
+    assert widened.kv_dtype_for("auto", [layer]) == "bfloat16"
+    assert widened.kv_dtype_for("float32", [layer]) == "float32"
+    assert widened.kv_dtype_for("auto", [layer, latent]) == "auto"
+    assert plain.kv_dtype_for("auto", [layer]) == "auto"
