@@ -126,7 +126,7 @@ def test_the_list_of_models_has_every_family_and_backend(
     words = " ".join(printed.split())
     assert "Devices: cpu, cuda" in words
     assert "fp8" in rows["torch-ref"][3]
-    assert rows["paged-cpu"][3] == "fp8"
+    assert rows["paged-cpu"][3] == "bfloat16, fp8"
     for option in options_of(ModelOptions, KvOptions):
         if option.name in ("dtype", "quantization", "kv_cache_dtype"):
             named = [choice for choice in option.limits.choices if choice != "auto"]

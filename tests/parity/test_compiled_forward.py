@@ -17,7 +17,11 @@ from aserve.gpu.decode.registry import MODES
 from aserve.gpu.device.cpu import fused_decoder, team_choice
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.device.cpu.fused_decoder import FEW_TOKENS, CompiledForward, make_compiled_forward
-from aserve.gpu.device.cpu.kernel_linear import prepare_quantized, prepare_tiled
+from aserve.gpu.device.cpu.kernel_linear import (
+    prepare_bf16_stored,
+    prepare_quantized,
+    prepare_tiled,
+)
 from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.layers.linear import Prepare
@@ -155,6 +159,23 @@ def test_kv_of_fp8_is_stored_and_read_in_one_call(reference_of: ReferenceOf) -> 
         assert distance(fused_step.run(batch), plain.plain(batch)) < 0.02
         for part, its_kv in zip(here.parts(), plain.parts(), strict=True):
             assert distance(part, its_kv) < 0.01
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+def test_weights_and_kv_of_bfloat16_are_widened_in_one_call(reference_of: ReferenceOf) -> None:
+    """As large models have them where the processor has no instructions for bfloat16."""
+    directory = reference_of("gemma2").directory
+    here, plain = (
+        site(directory, torch.float32, prepare_bf16_stored, kv_dtype=torch.bfloat16)
+        for _ in range(2)
+    )
+    fused_step = here.compiled()
+    for query_lens, lens in (([1, 1, 1], [0, 30, 70]), ([19, 1, 3, 33], [0, 41, 25, 30])):
+        batch = ForwardBatch.init_new(device_batch(query_lens, lens), here.pools)
+        assert distance(fused_step.run(batch), plain.plain(batch)) < 1e-3
+        for part, its_kv in zip(here.parts(), plain.parts(), strict=True):
+            assert distance(part, its_kv) < 1e-3
 
 
 @pytest.mark.slow

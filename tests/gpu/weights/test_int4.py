@@ -16,6 +16,7 @@ from aserve.gpu.weights.checkpoint import Checkpoint
 from aserve.gpu.weights.format import WeightRequest
 from aserve.gpu.weights.int4 import Method
 from aserve.gpu.weights.source import Target
+from aserve_kernels.cpu.quant_codes import HAS_BYTE_DOTS
 from tests.gpu.weights.checkpoints import llama_weights, write_checkpoint
 from tests.load_model import load_model
 from tests.parity.dense_attend import logits_of
@@ -103,7 +104,9 @@ def test_a_model_has_the_weights_that_its_codes_stand_for(
     request = WeightRequest("float32", None, 1, stored_quantization="int4")
     form = choose_cpu_format(request, read_isa())
     kept = load_model(directory, target=Target(prepare=form.prepare))
-    torch.testing.assert_close(logits_of(kept, tokens), logits_of(expected, tokens))
+    got, wanted = logits_of(kept, tokens), logits_of(expected, tokens)
+    # Without dot products of bytes, inputs become integers of 16 bits.
+    assert (got - wanted).norm() <= (1e-5 if HAS_BYTE_DOTS else 1e-3) * wanted.norm()
 
 
 @pytest.mark.parametrize("method", CONFIGS)
