@@ -18,6 +18,7 @@ PAGED = "tests/gpu/attention/test_cpu.py"
 TESTS = (
     *("tests/gpu/device/cpu/test_weights.py", "tests/gpu/layers/test_compiled.py"),
     "tests/kernels/cpu/test_quant_linear.py",
+    "tests/kernels/cpu/test_gemm.py::test_a_row_is_the_same_whatever_stands_beside_it",
     f"{PAGED}::test_every_shape_equals_the_reference",
     f"{PAGED}::test_every_kind_of_layer_equals_the_reference",
 )

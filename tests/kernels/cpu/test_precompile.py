@@ -44,14 +44,14 @@ if __name__ == "__main__":
 REPOSITORY, FOLDER = Path(__file__).parents[3], "tests/kernels/cpu"
 CHUNK = "test_chunk_attention.py::test_every_chunk_equals_the_reference"
 HEADS = "test_paged_attention.py::test_heads_of_every_width_equal_the_reference"
-PLAIN_PRODUCTS = (("float32", "8-False-5"), ("bfloat16", "8-True-3"), ("bfloat16", "4-True-5"))
-PLAIN_DTYPES = ("torch.float32-torch.bfloat16", "torch.bfloat16-torch.bfloat16")
+PLAIN_PRODUCTS = (("float32", "8-False-9"), ("bfloat16", "8-True-3"), ("bfloat16", "4-True-9"))
+PLAIN_DTYPES = (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16"))
 PRODUCT = "test_gemm.py::test_every_shape_equals_the_reference"
 QUANT = "test_quant_linear.py::test_every_shape_equals_the_reference"
 PLAIN = (
     *("test_intrinsics.py", "test_product.py"),
     *(f"{QUANT}[torch.{dtype}-{numbers}]" for dtype, numbers in PLAIN_PRODUCTS),
-    *(f"{PRODUCT}[{dtypes}-34-1-2]" for dtypes in PLAIN_DTYPES),
+    *(f"{PRODUCT}[torch.{dtype}-torch.{stored}-34-1-2]" for dtype, stored in PLAIN_DTYPES),
     *(f"{HEADS}[1-torch.float32-1]", f"{HEADS}[32-torch.bfloat16-1]"),
     f"{CHUNK}[queries that fill no product-1]",
     "test_draw.py::test_the_first_of_equal_logits_is_taken",

@@ -47,7 +47,7 @@ def test_a_packed_weight_keeps_its_values(
     torch.testing.assert_close(dequantized(packed), values)
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 2, 3, TILE_ROWS, TILE_ROWS + 1, 300])
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 3, TILE_ROWS, TILE_ROWS + 1, 9, 300])
 @pytest.mark.parametrize("has_offsets", [False, True])
 @pytest.mark.parametrize("bits", RANGES)
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
