@@ -320,7 +320,7 @@ class TileEmitter:
         first = builder.mul(step, INDEX(2))
         self._add_input(sums, sources, [self._low(pairs) for pairs in loaded], first)
         # PERF: loaded again, because no register is left to keep them in. LLVM must not know.
-        again = self._hidden(start)
+        again = self._opaque(start)
         loaded = [self._load(again, number) for number in range(VECTORS)]
         second = builder.add(first, INDEX(1))
         self._add_input(sums, sources, [self._high(pairs) for pairs in loaded], second)
@@ -361,7 +361,7 @@ class TileEmitter:
     def _load(self, vectors: Any, number: int) -> Any:
         return self._builder.load(self._builder.gep(vectors, [WORD(number)]), align=2)
 
-    def _hidden(self, value: Any) -> Any:
+    def _opaque(self, value: Any) -> Any:
         """Returns the same pointer or vector, of which LLVM does not know where it comes from."""
         kind = ir.FunctionType(value.type, [value.type])
         register = "=x,0" if isinstance(value.type, ir.VectorType) else "=r,0"
@@ -383,8 +383,8 @@ class TileEmitter:
             )
         return total
 
-    def _call(self, name: str, *args: Any) -> Any:
-        kind = ir.FunctionType(FLOAT32X16, [arg.type for arg in args])
+    def _call(self, name: str, *args: Any, result: ir.Type = FLOAT32X16) -> Any:
+        kind = ir.FunctionType(result, [arg.type for arg in args])
         return self._builder.call(
             cgutils.get_or_insert_function(self._builder.module, kind, name), args
         )

@@ -9,7 +9,7 @@ of bytes: 32-bit words [blocks, words of inputs, vectors, 16 outputs], codes wit
 of 8 bits has 4 inputs, a byte each, with 128 added. One of 4 bits has 8, with 8 added: byte k has
 input k in its lower half, and input 4 + k in its upper one.
 
-of halves, which have 16 bits: 8 bits are int8 [blocks, in / 2, vectors, 16 outputs, 2 inputs]. 4
+of int16: 8 bits are int8 [blocks, in / 2, vectors, 16 outputs, 2 inputs]. 4
 bits are 32-bit words [blocks, in / 8, vectors, 16 outputs], with 8 added: bits 4 k of a word have
 input 2 k, and bits 16 + 4 k input 2 k + 1.
 """
@@ -26,14 +26,13 @@ from torch.nn import functional
 
 from aserve_kernels.cpu.bf16 import Float32s
 from aserve_kernels.cpu.gemm import OUTPUTS, VECTORS
-from aserve_kernels.cpu.simd import FEATURES, LANES
+from aserve_kernels.cpu.simd import HAS_BYTE_DOTS, LANES
 
 Codes: TypeAlias = npt.NDArray[np.int8] | npt.NDArray[np.int32]
 
-HAS_BYTE_DOTS = "+avx512vnni" in FEATURES.split(",")
 CODES_PER_WORD = 8  # of 4 bits
 BYTES_PER_WORD = 4
-TOGETHER = BYTES_PER_WORD if HAS_BYTE_DOTS else 2  # inputs of 8 bits that an output has in a row
+ADJACENT_INPUTS = BYTES_PER_WORD if HAS_BYTE_DOTS else 2  # of an output, in 8 bits
 # Added to codes that shall have no sign.
 ZEROS = {8: 128 if HAS_BYTE_DOTS else 0, 4: 8}
 
@@ -42,9 +41,7 @@ class QuantWeight(NamedTuple):
     """A packed weight. Outputs are padded to whole blocks, and inputs to whole groups, by zeros."""
 
     codes: Codes  # flat; int8 for 8 bits, int32 for 4
-    factors: (
-        Float32s  # [blocks * groups * 1 or 2 * OUTPUTS]: scales, and offsets unless all are zero
-    )
+    factors: Float32s  # [blocks * groups * per_group * OUTPUTS]: scales, then offsets if any
     bias: Float32s  # [out], zeros for no bias
     num_in: int  # of the layer
     group: int  # inputs that share a scale
@@ -111,7 +108,7 @@ def pack_codes(codes: Tensor, bits: int) -> Codes:
 
 def _ordered_bytes(by_output: Tensor) -> Tensor:
     """[blocks, vectors, 16 outputs, in] -> codes of 8 bits in the order of the product."""
-    words: Tensor = by_output.unflatten(3, (-1, TOGETHER)).permute(0, 3, 1, 2, 4)
+    words: Tensor = by_output.unflatten(3, (-1, ADJACENT_INPUTS)).permute(0, 3, 1, 2, 4)
     return words.contiguous().view(torch.uint8).bitwise_xor(ZEROS[8]).view(torch.int8)
 
 
@@ -125,7 +122,7 @@ def _shifts_of_4_bits() -> list[int]:
 def unpack_codes(packed: Codes, num_in: int) -> npt.NDArray[np.int8]:
     """Returns the codes, int8 [out, in]."""
     if packed.dtype == np.int8:
-        bytes_ = packed.reshape(-1, num_in // TOGETHER, VECTORS, LANES, TOGETHER)
+        bytes_ = packed.reshape(-1, num_in // ADJACENT_INPUTS, VECTORS, LANES, ADJACENT_INPUTS)
         codes: npt.NDArray[np.int8] = (bytes_.view(np.uint8) ^ np.uint8(ZEROS[8])).view(np.int8)
         return codes.transpose(0, 2, 3, 1, 4).reshape(-1, num_in)
     words = packed.reshape(-1, num_in // CODES_PER_WORD, VECTORS, LANES)

@@ -44,16 +44,16 @@ from aserve_kernels.cpu.precompile import NO_REFCOUNT
 from aserve_kernels.cpu.quant_codes import (
     BYTES_PER_WORD,
     CODES_PER_WORD,
-    HAS_BYTE_DOTS,
     ZEROS,
     Codes,
     QuantWeight,
     unpack_codes,
 )
 from aserve_kernels.cpu.simd import (
-    FEATURES,
     FLOAT32X16,
-    HAS_AVX512,
+    HAS_AVX2,
+    HAS_AVX512BW,
+    HAS_BYTE_DOTS,
     IN_L2,
     INDEX,
     INT8X32,
@@ -70,7 +70,7 @@ Int32s: TypeAlias = npt.NDArray[np.int32]
 SPAN = 128  # inputs that share a step, or fewer at the end of a group
 TILE_ROWS = 4  # that pass over the codes together
 # Vectors of codes by which prefetches into the L2 cache are ahead, where several rows, or dot
-# products of halves, keep the processor so busy that it does not load far enough ahead by itself.
+# products of int16, keep the processor so busy that it does not load far enough ahead by itself.
 # PERF: Qwen3-0.6B's layers and head, 8 rows, 2 threads, ms: 28 to 31 in 4 bits and 31 in 8, and 36
 # to 42 and 36 to 65 without. AVX2, 1 row, time over that of bfloat16: 4 bits 0.33 and 0.40 without,
 # 8 bits 0.55 and 0.59.
@@ -80,18 +80,16 @@ DIGIT: type[np.int8 | np.int16] = np.int8 if HAS_BYTE_DOTS else np.int16
 DIGIT_BITS = 8 * np.dtype(DIGIT).itemsize
 DIGITS_PER_WORD = 32 // DIGIT_BITS
 # Of bfloat16 and float32: the digits, and the largest integer, whose highest digit is the greatest.
-OF_NARROW, OF_WIDE = (2, 3) if HAS_BYTE_DOTS else (1, 1)
-MOST_NARROW, MOST_WIDE = (
+BF16_DIGITS, FLOAT32_DIGITS = (2, 3) if HAS_BYTE_DOTS else (1, 1)
+LARGEST_OF_BF16, LARGEST_OF_FLOAT32 = (
     np.float32(np.iinfo(DIGIT).max * 2.0 ** (DIGIT_BITS * (num - 1)))
-    for num in (OF_NARROW, OF_WIDE)
+    for num in (BF16_DIGITS, FLOAT32_DIGITS)
 )
 LEAST = np.float32(2.0**-100)  # a span whose largest magnitude is below is zero
 HALF = np.float32(0.5)
 INFINITY_BITS = np.int32(0x7F800000)
 DPBUSD = "llvm.x86.avx512.vpdpbusd.512"
 PMADDWD, PMADDWD_512 = "llvm.x86.avx2.pmadd.wd", "llvm.x86.avx512.pmaddw.d.512"
-HAS_AVX2 = "+avx2" in FEATURES.split(",")
-HAS_AVX512BW = HAS_AVX512 and "+avx512bw" in FEATURES.split(",")
 
 
 class Digits(NamedTuple):
@@ -119,7 +117,7 @@ def multiply_by_dots(
     dtype: a worker's share of the outputs, for all rows."""
     first, last = outputs_of(out.shape[1], worker, num_workers)
     num_rows, num_in = x.shape
-    num_digits = OF_NARROW if x.itemsize == 2 else OF_WIDE
+    num_digits = BF16_DIGITS if x.itemsize == 2 else FLOAT32_DIGITS
     num_spans = num_in // weight.group * spans_of(weight.group)
     # PERF: the rows that pass over the weights together stay in the L2 cache.
     most = max(
@@ -184,7 +182,7 @@ def _round_span(x: Floats, span: Span) -> np.float32:
     for i in range(size):
         largest_bits = max(largest_bits, bits[i] & np.int32(0x7FFFFFFF))
     is_finite, largest = largest_bits < INFINITY_BITS, np.int32(largest_bits).view(np.float32)
-    most = MOST_NARROW if x.itemsize == 2 else MOST_WIDE
+    most = LARGEST_OF_BF16 if x.itemsize == 2 else LARGEST_OF_FLOAT32
     if not is_finite or largest < LEAST:
         rest[:] = 0
         return np.float32(0 if is_finite else np.nan)
@@ -367,7 +365,7 @@ class _Dots(TileEmitter):
             self._add_words(rows, vectors, builder.add(first, INDEX(number)))
 
     def _operands(self, start: Any) -> Iterator[list[Any]]:
-        """Yields, for each word of inputs of a step, the codes of all outputs: bytes or halves."""
+        """Yields, for each word of inputs of a step, the codes of all outputs: bytes or int16."""
         builder = self._builder
         if self._bits == 8 and not HAS_BYTE_DOTS:
             pairs = builder.bitcast(start, INT8X32.as_pointer())
@@ -429,13 +427,13 @@ class _Dots(TileEmitter):
         return self._call(f"llvm.fmuladd.v{LANES}f32", left, right, total)
 
     def _dot(self, total: Any, left: Any, right: Any) -> Any:
-        """Adds the dot products of the bytes or halves of each word."""
+        """Adds the dot products of the bytes or int16 of each word."""
         if HAS_BYTE_DOTS:
-            return self._called(DPBUSD, INT32X16, [total, left, right])
+            return self._call(DPBUSD, total, left, right, result=INT32X16)
         builder = self._builder
         left, right = (builder.bitcast(operand, INT16X32) for operand in (left, right))
         if HAS_AVX512BW:
-            return builder.add(total, self._called(PMADDWD_512, INT32X16, [left, right]))
+            return builder.add(total, self._call(PMADDWD_512, left, right, result=INT32X16))
         if HAS_AVX2:
             parts = [self._dot_in_part(total, left, right, part) for part in (0, 1)]
             return builder.shuffle_vector(*parts, ir.Constant(INT32X16, list(range(LANES))))
@@ -454,17 +452,12 @@ class _Dots(TileEmitter):
         half = LANES // 2
         lanes, pairs = (range(part * size, (part + 1) * size) for size in (half, 2 * half))
         operands = [self._taken(operand, pairs) for operand in (left, right)]
-        product = self._called(PMADDWD, ir.VectorType(WORD, half), operands)
-        return self._hidden(self._builder.add(self._taken(total, lanes), product))
+        product = self._call(PMADDWD, *operands, result=ir.VectorType(WORD, half))
+        return self._opaque(self._builder.add(self._taken(total, lanes), product))
 
     def _taken(self, vector: Any, lanes: range) -> Any:
         mask = ir.Constant(ir.VectorType(WORD, len(lanes)), list(lanes))
         return self._builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), mask)
-
-    def _called(self, name: str, result: ir.Type, args: list[Any]) -> Any:
-        kind = ir.FunctionType(result, [arg.type for arg in args])
-        product = cgutils.get_or_insert_function(self._builder.module, kind, name)
-        return self._builder.call(product, args)
 
 
 @intrinsic(prefer_literal=True)
@@ -474,7 +467,7 @@ def _multiply_digits(
     if not isinstance(size, types.IntegerLiteral):
         return None
     bits = 8 if codes.dtype == types.int8 else 4
-    num_digits = OF_NARROW if like.dtype == types.uint16 else OF_WIDE
+    num_digits = BF16_DIGITS if like.dtype == types.uint16 else FLOAT32_DIGITS
     arrays = (*rows.types[:4], codes, factors, out)
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -22,10 +22,12 @@ from aserve_kernels.cpu.bf16 import Float32s, Floats, widen
 
 # The features that numba compiles for: the machine's, unless NUMBA_CPU_FEATURES names others.
 FEATURES = get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
-HAS_AVX512 = "+avx512f" in FEATURES.split(",")
-HAS_AVX512_BF16 = "+avx512bf16" in FEATURES.split(",")
+HAS_AVX2, HAS_AVX512, HAS_AVX512BW, HAS_AVX512_BF16, HAS_BYTE_DOTS = (
+    f"+{name}" in FEATURES.split(",")
+    for name in ("avx2", "avx512f", "avx512bw", "avx512bf16", "avx512vnni")
+)
 LANES = 16
-MOST_SUMS = 16 if HAS_AVX512 else 4  # vectors of sums that registers hold beside their operands
+SUMS_AT_ONCE = 16 if HAS_AVX512 else 4  # vectors of sums that registers hold beside their operands
 Lanes: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 # What a numba intrinsic returns: its signature, and the function that emits its instructions.
 Intrinsic: TypeAlias = tuple[Any, Callable[..., Any]]
@@ -222,8 +224,8 @@ def _dot_products(typing: Any, x: Any, start: Any, rows: Any, first: Any, width:
         while len(rights) < LANES:
             rights.append(builder.gep(rights[-1], [num_vectors]))
         sums: list[Any] = []
-        for first in range(0, LANES, MOST_SUMS):
-            some = rights[first : first + MOST_SUMS]
+        for first in range(0, LANES, SUMS_AT_ONCE):
+            some = rights[first : first + SUMS_AT_ONCE]
             sums += _emit_dot_products(builder, left, some, num_vectors)
         return horizontal_sums(builder, sums)
 

@@ -16,7 +16,7 @@ from aserve.gpu.weights.checkpoint import Checkpoint
 from aserve.gpu.weights.format import WeightRequest
 from aserve.gpu.weights.int4 import Method
 from aserve.gpu.weights.source import Target
-from aserve_kernels.cpu.quant_codes import HAS_BYTE_DOTS
+from aserve_kernels.cpu.simd import HAS_BYTE_DOTS
 from tests.gpu.weights.checkpoints import llama_weights, write_checkpoint
 from tests.load_model import load_model
 from tests.parity.dense_attend import logits_of

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from aserve_kernels.cpu.quant_codes import (
-    HAS_BYTE_DOTS,
     QuantWeight,
     dequantized,
     pack_quantized,
 )
 from aserve_kernels.cpu.quant_dots import TILE_ROWS
 from aserve_kernels.cpu.quant_linear import compile_quant_linear, quant_linear, quant_linear_ref
+from aserve_kernels.cpu.simd import HAS_BYTE_DOTS
 
 # Without dot products of bytes, inputs of float32 become integers of 16 bits.
 TOLERANCES = {torch.float32: 1e-5 if HAS_BYTE_DOTS else 2**-14, torch.bfloat16: 2**-7}

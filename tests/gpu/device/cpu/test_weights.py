@@ -26,7 +26,7 @@ from aserve.gpu.device.cpu.weights import (
 from aserve.gpu.kv.layer_groups import LayerSpec
 from aserve.gpu.layers.linear import Linear, Prepare, prepare
 from aserve.gpu.weights.format import WeightRequest
-from aserve_kernels.cpu.quant_codes import HAS_BYTE_DOTS
+from aserve_kernels.cpu.simd import HAS_BYTE_DOTS
 
 CPU = torch.device("cpu")
 LARGE = SMALL_BYTES  # weights, of four bytes each
