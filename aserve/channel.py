@@ -40,18 +40,20 @@ class Sink(Protocol[In]):
     def send(self, message: In) -> None: ...
 
 
-async def yield_to_loop() -> None:
-    """Returns in the next iteration of the loop, so that long work can be done in pieces.
+async def yield_to_loop(num_turns: int = 1) -> None:
+    """Returns in a later iteration of the loop, so that long work can be done in pieces. Each turn
+    is two iterations.
 
     NOTE: it must not be used to wait for something.
     """
     loop = asyncio.get_running_loop()
-    resumed: asyncio.Future[None] = loop.create_future()
-    handle = loop.call_soon(resumed.set_result, None)
-    try:
-        await resumed
-    finally:
-        handle.cancel()
+    for _ in range(num_turns):
+        resumed: asyncio.Future[None] = loop.create_future()
+        handle = loop.call_soon(resumed.set_result, None)
+        try:
+            await resumed
+        finally:
+            handle.cancel()
 
 
 class Channel(Generic[T]):

@@ -833,6 +833,20 @@ MUTANTS = (
         DETOKENIZER,
     ),
     Mutant(
+        "a next step that waits until all text is sent",
+        "aserve/actors/text_slices.py",
+        "await yield_to_loop(LAUNCH_TURNS)",
+        "await yield_to_loop()",
+        "tests/actors/test_text_slices.py",
+    ),
+    Mutant(
+        "a request that is forgotten before it has retired",
+        "aserve/actors/detokenizer.py",
+        "            if isinstance(event, Retired):\n",
+        "            if True:\n",
+        "tests/actors/test_detokenizer.py",
+    ),
+    Mutant(
         "a sequence cancelled that has retired",
         "aserve/actors/detokenizer.py",
         "child.text.stop is not None and not child.is_retired",

@@ -12,10 +12,10 @@ from typing import assert_never
 
 from aserve.actors.base import Actor, Story
 from aserve.actors.text_request import Ending, TextRequest, ending_of, resumed_children
-from aserve.actors.text_slices import sliced
+from aserve.actors.text_slices import Part, TextEvent, sliced
 from aserve.channel import Channel, Sink
 from aserve.errors import BugError, ErrorInfo
-from aserve.messages.base import ChildKey
+from aserve.messages.base import num_values
 from aserve.messages.output import (
     Amended,
     DetokenizerEvent,
@@ -23,7 +23,6 @@ from aserve.messages.output import (
     Refused,
     Retired,
     SequenceOutput,
-    StepOutput,
     failed_chunk,
 )
 from aserve.messages.requests import Cancel, EngineEvent, OpenText
@@ -31,7 +30,7 @@ from aserve.text.tokenizer import TextTokenizer
 
 
 class DetokenizerActor(Actor[DetokenizerEvent]):
-    """Sends at most one chunk per child for all events of one inbox batch.
+    """Sends at most one chunk per child for all its messages of one inbox batch.
 
     A request whose work raised is cancelled, and later messages about it are ignored until all its
     children have retired.
@@ -62,39 +61,38 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
         return len(self._waiting) + len(self._requests) + len(self._failed)
 
     async def run(self) -> None:
-        async for events in sliced(self.inbox, self._num_children):
+        async for parts in sliced(self.inbox, self.num_children):
             self.beat()
-            self.handle(events)
+            for part in parts:
+                self.advance(part)
 
-    def _num_children(self, request_id: str) -> int:
+    def num_children(self, request_id: str) -> int:
         request = self._requests.get(request_id)
         opened = request.opened if request else self._waiting.get(request_id)
         return opened.sampling.n if opened else 1
 
-    def handle(self, events: list[DetokenizerEvent]) -> None:
-        touched: dict[ChildKey, None] = {}  # in order of arrival
-        retired: list[Retired] = []
+    def advance(self, part: Part) -> None:
+        """Handles messages about one request, in order, and sends what they make certain."""
+        request_id, events, is_plain = part
+        if is_plain:
+            self.attempt(request_id, self._continue, request_id, events)
+            return
+        touched: dict[int, None] = {}  # its children that may have something to send
         for event in events:
-            match event:
-                case OpenText():
-                    self._waiting[event.request_id] = event
-                    touched.update(resumed_children(event))
-                case StepOutput():
-                    for output in event.sequences:
-                        self.attempt(output.request_id, self._feed, output, touched)
-                case Retired():
-                    self.attempt(event.request_id, self._retire, event, touched)
-                    retired.append(event)
-                case Refused():
-                    self.attempt(event.request_id, self._refuse, event)
-                case Amended():
-                    self.attempt(event.amend.request_id, self._amend, event)
-                case _:
-                    assert_never(event)
-        for request_id, index in touched:
-            self.attempt(request_id, self._send, request_id, index)
-        for event in retired:
-            self._forget_retired(event)
+            self.attempt(request_id, self._note, event, touched)
+        if touched:
+            self.attempt(request_id, self._send, request_id, touched)
+        for event in events:
+            if isinstance(event, Retired):
+                self._forget_retired(event)
+
+    def _continue(self, request_id: str, outputs: list[TextEvent]) -> None:
+        """PERF: nearly all messages are outputs, so these are handled in one attempt."""
+        touched: dict[int, None] = {}
+        for output in outputs:
+            assert isinstance(output, SequenceOutput)
+            self._feed(output, touched)
+        self._send(request_id, touched)
 
     def end_request(self, request_id: str, error: ErrorInfo) -> None:
         """Cancels the request in the engine and sends its last chunk, if that was not sent."""
@@ -116,32 +114,49 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
             request.begin(self._tokenizer)
         return request
 
-    def _feed(self, output: SequenceOutput, touched: dict[ChildKey, None]) -> None:
+    def _note(self, event: TextEvent, touched: dict[int, None]) -> None:
+        match event:
+            case OpenText():
+                self._waiting[event.request_id] = event
+                touched.update(resumed_children(event))
+            case Retired():
+                self._retire(event, touched)
+            case Refused():
+                self._refuse(event)
+            case Amended():
+                self._amend(event)
+            case SequenceOutput():
+                self._feed(event, touched)
+            case _:
+                assert_never(event)
+
+    def _feed(self, output: SequenceOutput, touched: dict[int, None]) -> None:
         """Adds tokens to the text. Tokens after a stop string are dropped: they were in flight."""
-        request = self._requests.get(output.request_id) or self._open_request(output.request_id)
+        request_id, index = output.request_id, output.child
+        request = self._requests.get(request_id) or self._open_request(request_id)
         if request is None:
             return
-        request.touch(output.child, touched)
-        child = request.children[output.child]
+        request.touch(index, touched)
+        child = request.children[index]
         if child.ending is not None:
             return
-        assert output.position == child.text.num_tokens, "outputs come once and in order"
+        text = child.text
+        assert output.position == text.num_tokens, "outputs come once and in order"
         child.cached_len = output.cached_len
         child.embedding = output.embedding or b""
         if output.prompt_logprobs is not None:
             assert request.prompt is not None
             request.prompt.feed(output.prompt_logprobs)
-        token_ids = array("i", output.token_ids)
         if output.num_drafts:
-            child.note_window(output.num_drafts, len(token_ids) - 1)
+            child.note_window(output.num_drafts, num_values(output.token_ids) - 1)
         if request.opened.sampling.logprobs is None:
-            child.text.feed_all(token_ids)
+            text.feed_all(array("i", output.token_ids))
         else:
-            request.feed_scored(output, child.text, self._tokenizer)
-        if child.text.stop is not None:
-            child.ending = Ending("stop", child.text.stop)
+            request.feed_scored(output, text, self._tokenizer)
+        if text.stop is not None:
+            child.ending = Ending("stop", text.stop)
 
-    def _retire(self, event: Retired, touched: dict[ChildKey, None]) -> None:
+    def _retire(self, event: Retired, touched: dict[int, None]) -> None:
         request = self._open_request(event.request_id)
         if request is None:
             return
@@ -177,18 +192,19 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
             raise BugError(f"a message names request {request_id}, which is not open")
         return request
 
-    def _send(self, request_id: str, index: int) -> None:
+    def _send(self, request_id: str, touched: dict[int, None]) -> None:
         request = self._requests.get(request_id) or self._find(request_id)
-        if request is None or request.children[index].is_finished:
+        if request is None:
             return
-        chunk = request.next_chunk(index)
-        if chunk is None:
-            return
-        child = request.children[index]
-        if child.is_finished and child.text.stop is not None and not child.is_retired:
-            self._engine.send(Cancel(request_id, index, child.text.num_kept, "stop"))
-        self._deliver(chunk)
-        request.is_over = chunk.is_last
+        for index in touched:
+            child = request.children[index]
+            chunk = None if child.is_finished else request.next_chunk(index)
+            if chunk is None:
+                continue
+            if child.is_finished and child.text.stop is not None and not child.is_retired:
+                self._engine.send(Cancel(request_id, index, child.text.num_kept, "stop"))
+            self._deliver(chunk)
+            request.is_over = chunk.is_last
 
     def _forget_retired(self, event: Retired) -> None:
         """Forgets the request, open or failed, once all its children have retired."""

@@ -11,7 +11,7 @@ from typing import NamedTuple, assert_never
 import msgspec
 
 from aserve.errors import DeadlineExceeded, ErrorInfo, ShuttingDown, StepError
-from aserve.messages.base import ChildKey, FinishReason, array_i32
+from aserve.messages.base import FinishReason, array_i32
 from aserve.messages.output import OutputChunk, Retired, SequenceOutput, Usage
 from aserve.messages.requests import OpenText
 from aserve.scheduling.reasoning import Reasoning
@@ -218,14 +218,14 @@ class TextRequest:
             is_last=all(each.is_finished for each in self.children),
         )
 
-    def touch(self, index: int, touched: dict[ChildKey, None]) -> None:
+    def touch(self, index: int, touched: dict[int, None]) -> None:
         """Adds the children that may send a chunk after an event of this one: all of them if the
         prompt is echoed or scored, because its scores come with child 0.
         """
         if self.prompt is None:
-            touched[self.opened.request_id, index] = None
+            touched[index] = None
         else:
-            touched.update(((self.opened.request_id, each.index), None) for each in self.children)
+            touched.update((each.index, None) for each in self.children)
 
 
 def _first_chunk(chunk: OutputChunk, opened: OpenText) -> OutputChunk:
@@ -251,12 +251,12 @@ def _text_of(opened: OpenText, tokenizer: TextTokenizer) -> SequenceText:
     )
 
 
-def resumed_children(opened: OpenText) -> dict[ChildKey, None]:
+def resumed_children(opened: OpenText) -> dict[int, None]:
     """Returns the children that begin with outputs, in which a stop string may end them at once.
     Outputs that are to be sent go out with the next one: until then the request may be refused.
     """
     outputs = () if opened.sends_outputs else opened.outputs
-    return {(opened.request_id, i): None for i, known in enumerate(outputs) if known}
+    return {index: None for index, known in enumerate(outputs) if known}
 
 
 def ending_of(event: Retired, request: TextRequest) -> Ending:

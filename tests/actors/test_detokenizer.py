@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aserve.actors.detokenizer import DetokenizerActor
+from aserve.actors.text_slices import slices
 from aserve.channel import Channel
 from aserve.errors import ErrorInfo, QueueFull
 from aserve.messages.base import FinishReason, array_i32, pack_i32
@@ -66,7 +67,9 @@ class Bench:
     def handle(self, *events: DetokenizerEvent) -> list[OutputChunk]:
         """The chunks that this one inbox batch makes."""
         before = len(self.chunks)
-        self.actor.handle(list(events))
+        for parts in slices(events, self.actor.num_children):
+            for part in parts:
+                self.actor.advance(part)
         return self.chunks[before:]
 
     @property
@@ -340,7 +343,7 @@ def test_a_request_that_waits_has_no_text_until_its_first_output() -> None:
     bench = Bench()
     bench.handle(opened(n=3))
     assert (bench.actor._requests, bench.actor.num_requests) == ({}, 1)
-    assert bench.actor._num_children("r") == 3, "so many times are the scores of its prompt sent"
+    assert bench.actor.num_children("r") == 3, "so many times are the scores of its prompt sent"
     bench.handle(output(IDS, child=1))
     assert len(bench.actor._requests["r"].children) == 3
 

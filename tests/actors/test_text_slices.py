@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
 
 from aserve.actors.detokenizer import DetokenizerActor
-from aserve.actors.text_slices import MAX_SCORES, num_scores, slices
-from aserve.channel import Channel
+from aserve.actors.text_slices import (
+    CHUNK_SCORES,
+    MAX_SCORES,
+    Part,
+    TextEvent,
+    num_scores,
+    slices,
+)
+from aserve.channel import Channel, yield_to_loop
 from aserve.messages.base import array_i32, pack_i32
 from aserve.messages.output import (
     DetokenizerEvent,
@@ -25,6 +35,7 @@ from tests.text.vocabularies import byte_level_tokenizer
 
 TOKENIZER = byte_level_tokenizer()
 NUM_TOP = 20
+NUM_LAUNCH_ROUNDS = 3  # of the loop: a result's callback, the pump, the scheduler
 
 
 def events_of(*, num_tokens: int, n: int = 1) -> list[DetokenizerEvent]:
@@ -68,16 +79,21 @@ def test_slices_are_bounded_and_say_the_same(num_tokens: int, n: int) -> None:
     events = events_of(num_tokens=num_tokens, n=n)
     whole: list[OutputChunk] = []
     sliced: list[OutputChunk] = []
-    actor_of(whole).handle(events)
+    actor_of(whole).advance(Part("r", [part for event in events for part in split(event)]))
     actor = actor_of(sliced)
     sizes = []
-    for part in slices(events, lambda _: n):
-        sizes.append(sum(num_scores(event, lambda _: n) for event in part))
-        actor.handle(part)
+    for parts in slices(events, lambda _: n):
+        [part] = parts
+        sizes.append(num_scores(part.events, num_children=n))
+        actor.advance(part)
     assert max(sizes) <= MAX_SCORES
     for child in range(n):
         assert told(sliced, child) == told(whole, child)
     assert [chunk.is_last for chunk in sliced].index(True) == len(sliced) - 1
+
+
+def split(event: DetokenizerEvent) -> Iterable[TextEvent]:
+    return event.sequences if isinstance(event, StepOutput) else (event,)
 
 
 def told(chunks: list[OutputChunk], child: int) -> list[object]:
@@ -118,3 +134,43 @@ async def test_other_work_has_its_turn_between_two_slices() -> None:
     await actor.stop()
     assert len(at) > 4
     assert len(set(at)) == len(at), "each chunk came in a turn of its own"
+
+
+async def test_a_result_can_launch_the_next_step_before_all_text_is_sent() -> None:
+    """Slices have a bounded number of chunks, and what came for a request since its last turn is
+    one chunk.
+    """
+    num_requests, num_steps = 50, 3
+    loop = asyncio.get_running_loop()
+    turns, turn_of, chunks = [0], list[int](), list[OutputChunk]()
+
+    def tick() -> None:
+        turns[0] += 1
+        loop.call_soon(tick)
+
+    def deliver(chunk: OutputChunk) -> None:
+        chunks.append(chunk)
+        turn_of.append(turns[0])
+
+    actor = actor_of(chunks)
+    actor._deliver = deliver
+    actor.start(lambda name, error: pytest.fail(f"{name} {error}"))
+    for number in range(num_requests):
+        actor.inbox.send(OpenText(f"r{number}", 3, SamplingParams(seed=1)))
+    for step in range(num_steps):
+        outputs = [
+            SequenceOutput(f"r{number}", 0, step, pack_i32([9]), 3)
+            for number in range(num_requests)
+        ]
+        actor.inbox.send(StepOutput(step, tuple(outputs)))
+    tick()
+    async with asyncio.timeout(60):
+        while len(chunks) < num_requests:
+            await yield_to_loop()
+    await actor.stop()
+    assert [len(array_i32(chunk.token_ids)) for chunk in chunks] == [num_steps] * num_requests
+    sizes = Counter(turn_of)
+    assert max(sizes.values()) == MAX_SCORES // CHUNK_SCORES
+    gaps = [after - before for before, after in itertools.pairwise(sizes)]
+    assert gaps, "it took more than one slice"
+    assert min(gaps) >= NUM_LAUNCH_ROUNDS
