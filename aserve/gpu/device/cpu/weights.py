@@ -67,7 +67,8 @@ def _bf16_products(capabilities: Mapping[str, object]) -> str | None:
 
 
 # The size of a small model's weights in float32. Its products end before a second thread has begun,
-# and the event loop needs a core as well, so it runs in one thread.
+# and the event loop needs a core as well, so it runs in one thread. Without instructions for
+# bfloat16 they take longer, and only a tiny model does.
 # PERF: 16 streams of a model of 17 MB on 2 cores, one thread against two: ITL p99 6 and 16 ms;
 # beside busy neighbours 1,950 and 810 tokens/s (bench serve).
 SMALL_BYTES = 32 << 20
@@ -87,9 +88,9 @@ TINY_BYTES = 8 << 20
 def choose_cpu_format(request: WeightRequest, isa: CpuIsa) -> WeightFormat:
     format_ = replace(_quantized_format(request, isa), prepare_grouped=linear_per_expert)
     if _is_small(request):
-        format_ = replace(
-            format_, max_threads=1, max_mixed_prefill_tokens=SMALL_MIXED_PREFILL_TOKENS
-        )
+        format_ = replace(format_, max_mixed_prefill_tokens=SMALL_MIXED_PREFILL_TOKENS)
+    if _has_one_thread(request, isa):
+        format_ = replace(format_, max_threads=1)
     if request.quantization is None and not request.is_deterministic:
         format_ = _tiled_format(format_, request, isa)
     format_ = _with_codes(format_, request, isa)
@@ -104,7 +105,7 @@ def _tiled_format(format_: WeightFormat, request: WeightRequest, isa: CpuIsa) ->
         return format_
     from aserve.gpu.device.cpu.kernel_linear import prepare_experts, prepare_tiled
 
-    if _is_small(request):
+    if _has_one_thread(request, isa):
         return replace(format_, prepare=prepare_tiled, prepare_grouped=prepare_experts)
     return (
         replace(format_, prepare=prepare_tiled) if has_large_tiles(format_.dtype, isa) else format_
@@ -174,11 +175,14 @@ def _unquantized_format(request: WeightRequest, isa: CpuIsa) -> WeightFormat:
     given = request.given
     if given is not None:
         return _format_of(given, isa, why="")
-    if _is_small(request, TINY_BYTES if isa.bf16_products else SMALL_BYTES):
+    is_small = (
+        _is_small(request, TINY_BYTES) if isa.bf16_products else _has_one_thread(request, isa)
+    )
+    if is_small:
         return _format_of(torch.float32, isa, why="auto: a small model")
     if isa.bf16_products:
         return _format_of(torch.bfloat16, isa, why=f"auto: the processor has {isa.bf16_products}")
-    if widens_tiles(isa) and request.stored == dtype_name(torch.bfloat16):
+    if _is_widened(request, isa):
         from aserve.gpu.device.cpu.kernel_linear import prepare_bf16_stored
 
         about = "float32 with weights stored as bfloat16 (auto: no instructions for bfloat16)"
@@ -189,6 +193,19 @@ def _unquantized_format(request: WeightRequest, isa: CpuIsa) -> WeightFormat:
         about = "float32 with weights stored as float16 (auto: no instructions for bfloat16)"
         return WeightFormat(torch.float32, prepare_fp16_stored, about, stored_bits=16)
     return _format_of(torch.float32, isa, why="auto: the processor has no 16-bit products")
+
+
+def _is_widened(request: WeightRequest, isa: CpuIsa) -> bool:
+    """Whether a model has float32 inputs and weights of bfloat16, unless it is small."""
+    is_stored = request.stored == dtype_name(torch.bfloat16)
+    return request.given is None and is_stored and widens_tiles(isa)
+
+
+def _has_one_thread(request: WeightRequest, isa: CpuIsa) -> bool:
+    """PERF: with AVX2 alone, 16 rows of a model of 17 MB in float32 take 4.7 to 7.5 ms on one
+    thread, and 2.7 ms on two with weights of bfloat16."""
+    is_tiled = request.quantization is None and _is_widened(request, isa)
+    return _is_small(request, TINY_BYTES if is_tiled else SMALL_BYTES)
 
 
 def _is_small(request: WeightRequest, most_bytes: int = SMALL_BYTES) -> bool:

@@ -66,8 +66,9 @@ TINY, SMALL = TINY_BYTES // 4, SMALL_BYTES // 4  # weights: the most that count 
         # A small model is in bfloat16 where that is multiplied fast.
         ("auto", TINY + 1, AMX, torch.bfloat16, prepare_tiled),
         ("auto", SMALL, AMX, torch.bfloat16, prepare_tiled),
-        ("auto", SMALL, NO_BF16, torch.float32, prepare_tiled),
-        ("auto", SMALL, AVX2, torch.float32, prepare_tiled),
+        ("auto", TINY + 1, NO_BF16, torch.float32, prepare_bf16_stored),
+        ("auto", SMALL, AVX2, torch.float32, prepare_bf16_stored),
+        ("float32", SMALL, AVX2, torch.float32, prepare_tiled),
         ("auto", SMALL, BARE, torch.float32, prepare),
         # Nothing is packed for products that the machine lacks.
         ("bfloat16", SMALL, AMX, torch.bfloat16, prepare_tiled),
@@ -98,6 +99,19 @@ def test_a_small_model_computes_in_one_thread_a_large_one_in_all(name: str) -> N
     assert (small.max_threads, large.max_threads) == (1, None)
     assert small.max_mixed_prefill_tokens == SMALL_MIXED_PREFILL_TOKENS
     assert large.max_mixed_prefill_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("num_weights", "quantization", "num_threads"),
+    [(TINY, None, 1), (TINY + 1, None, None), (SMALL, None, None), (SMALL, "int8", 1)],
+)
+def test_without_bfloat16_only_a_tiny_model_computes_in_one_thread(
+    num_weights: int, quantization: str | None, num_threads: int | None
+) -> None:
+    request = WeightRequest("auto", "bfloat16", num_weights, quantization)
+    chosen = choose_cpu_format(request, AVX2)
+    assert chosen.max_threads == num_threads
+    assert chosen.max_mixed_prefill_tokens == SMALL_MIXED_PREFILL_TOKENS
 
 
 @pytest.mark.parametrize("isa", [AMX, AVX2, OTHER, BARE])
