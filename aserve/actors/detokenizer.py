@@ -6,7 +6,6 @@ the same token, and sends each final chunk.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 from typing import assert_never
 
@@ -15,7 +14,6 @@ from aserve.actors.text_request import Ending, TextRequest, ending_of, resumed_c
 from aserve.actors.text_slices import Part, TextEvent, sliced
 from aserve.channel import Channel, Sink
 from aserve.errors import BugError, ErrorInfo
-from aserve.messages.base import num_values
 from aserve.messages.output import (
     Amended,
     DetokenizerEvent,
@@ -131,30 +129,9 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
                 assert_never(event)
 
     def _feed(self, output: SequenceOutput, touched: dict[int, None]) -> None:
-        """Adds tokens to the text. Tokens after a stop string are dropped: they were in flight."""
-        request_id, index = output.request_id, output.child
-        request = self._requests.get(request_id) or self._open_request(request_id)
-        if request is None:
-            return
-        request.touch(index, touched)
-        child = request.children[index]
-        if child.ending is not None:
-            return
-        text = child.text
-        assert output.position == text.num_tokens, "outputs come once and in order"
-        child.cached_len = output.cached_len
-        child.embedding = output.embedding or b""
-        if output.prompt_logprobs is not None:
-            assert request.prompt is not None
-            request.prompt.feed(output.prompt_logprobs)
-        if output.num_drafts:
-            child.note_window(output.num_drafts, num_values(output.token_ids) - 1)
-        if request.opened.sampling.logprobs is None:
-            text.feed_all(array("i", output.token_ids))
-        else:
-            request.feed_scored(output, text, self._tokenizer)
-        if text.stop is not None:
-            child.ending = Ending("stop", text.stop)
+        request = self._requests.get(output.request_id) or self._open_request(output.request_id)
+        if request is not None:
+            request.feed(output, touched, self._tokenizer)
 
     def _retire(self, event: Retired, touched: dict[int, None]) -> None:
         request = self._open_request(event.request_id)

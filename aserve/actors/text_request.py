@@ -11,7 +11,7 @@ from typing import NamedTuple, assert_never
 import msgspec
 
 from aserve.errors import DeadlineExceeded, ErrorInfo, ShuttingDown, StepError
-from aserve.messages.base import FinishReason, array_i32
+from aserve.messages.base import FinishReason, array_i32, num_values
 from aserve.messages.output import OutputChunk, Retired, SequenceOutput, Usage
 from aserve.messages.requests import OpenText
 from aserve.scheduling.reasoning import Reasoning
@@ -165,7 +165,31 @@ class TextRequest:
             return False
         return self.children[0].ending is None
 
-    def feed_scored(
+    def feed(
+        self, output: SequenceOutput, touched: dict[int, None], tokenizer: TextTokenizer
+    ) -> None:
+        """Adds tokens to the text. Tokens after a stop string are dropped: they were in flight."""
+        self.touch(output.child, touched)
+        child = self.children[output.child]
+        if child.ending is not None:
+            return
+        text = child.text
+        assert output.position == text.num_tokens, "outputs come once and in order"
+        child.cached_len = output.cached_len
+        child.embedding = output.embedding or b""
+        if output.prompt_logprobs is not None:
+            assert self.prompt is not None
+            self.prompt.feed(output.prompt_logprobs)
+        if output.num_drafts:
+            child.note_window(output.num_drafts, num_values(output.token_ids) - 1)
+        if self.opened.sampling.logprobs is None:
+            text.feed_all(array("i", output.token_ids))
+        else:
+            self._feed_scored(output, text, tokenizer)
+        if text.stop is not None:
+            child.ending = Ending("stop", text.stop)
+
+    def _feed_scored(
         self, output: SequenceOutput, text: SequenceText, tokenizer: TextTokenizer
     ) -> None:
         """Adds tokens with their logprobs, up to a stop string."""

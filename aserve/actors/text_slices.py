@@ -90,11 +90,11 @@ def slices(
 
 def num_scores(events: Sequence[TextEvent], *, num_children: int) -> int:
     """Returns the number of scores whose text is made for these messages."""
-    return sum(
-        _size_of(event, num_children)
-        for event in events
-        if isinstance(event, SequenceOutput) and (event.logprobs or event.prompt_logprobs)
-    )
+    size = 0
+    for event in events:
+        if isinstance(event, SequenceOutput) and (event.logprobs or event.prompt_logprobs):
+            size += _size_of(event, num_children)
+    return size
 
 
 def _parts_of(
@@ -105,20 +105,17 @@ def _parts_of(
     """
     found: defaultdict[str, list[TextEvent]] = defaultdict(list)
     mixed: set[str] = set()  # requests with other messages than outputs
-    scored: set[str] = set()
     for event in events:
         if isinstance(event, StepOutput):
             for output in event.sequences:
                 found[output.request_id].append(output)
-                if output.logprobs or output.prompt_logprobs:
-                    scored.add(output.request_id)
         else:
             request_id = event.amend.request_id if isinstance(event, Amended) else event.request_id
             found[request_id].append(event)
             mixed.add(request_id)
     for request_id, own in found.items():
         part = Part(request_id, own, request_id not in mixed)
-        if len(own) == 1 and request_id not in scored:
+        if len(own) == 1 and not num_scores(own, num_children=1):
             yield part, CHUNK_SCORES  # PERF: nearly all
         else:
             yield from _split(part, num_children)
