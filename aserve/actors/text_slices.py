@@ -32,7 +32,7 @@ from aserve.messages.requests import OpenText
 from aserve.messages.results import PromptLogprobs
 
 MAX_SCORES = 4096  # of a slice, alternatives included; their text takes about 5 ms
-BUSY_SCORES = MAX_SCORES // 4
+BUSY_SCORES = MAX_SCORES // 4  # of a slice while further messages wait
 CHUNK_SCORES = 128  # scores whose text takes as long as a chunk and its way to the client
 # From the result of a step to the launch of the next, the loop goes round three times: for the
 # callback, the pump and the scheduler. Each turn of `yield_to_loop` is two rounds.
