@@ -12,8 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from aserve.errors import EngineDead
-from aserve.messages.changes import Amend
-from aserve.messages.output import Amended
+from aserve.messages.changes import Amend, Amended
 from aserve.messages.requests import AdmitRequest, GenerateRequest, SamplingParams
 
 ANSWER_S = 10.0  # an engine that is being started again has lost the question

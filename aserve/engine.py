@@ -46,7 +46,7 @@ from aserve.http.openai.limits import INT32, RANGES, check_limits, check_within
 from aserve.http.openai.schema import GenerationBody
 from aserve.load import Loaded, load
 from aserve.messages.base import ArrayF32, FinishReason, array_f32, array_i32
-from aserve.messages.output import OutputChunk, PromptToken, TokenLogprob, Usage
+from aserve.messages.output import OutputChunk, Usage
 from aserve.messages.requests import (
     EMBED,
     ChatPrompt,
@@ -55,6 +55,7 @@ from aserve.messages.requests import (
     TextPrompt,
     TokenPrompt,
 )
+from aserve.messages.scored import PromptToken, TokenLogprob
 from aserve.options.option import unknown_option
 from aserve.tiny import MODEL_DIR
 from aserve.unread import merge

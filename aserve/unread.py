@@ -11,7 +11,8 @@ from collections.abc import Callable
 import msgspec
 
 from aserve.messages.base import ChildKey, Record
-from aserve.messages.output import OutputChunk, PromptToken, TokenLogprob, join_parts
+from aserve.messages.output import OutputChunk
+from aserve.messages.scored import PromptToken, TokenLogprob, join_parts
 
 MAX_UNREAD_BYTES = 16 << 20
 # The size of a batch, which is written in one short iteration of the loop. NOTE: it is more than

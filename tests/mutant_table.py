@@ -1224,8 +1224,8 @@ MUTANTS = (
     Mutant(
         "outputs that all go to the first frontend",
         "aserve/processes/frontends.py",
-        "deliver(number, StepOutput(",
-        "deliver(0, StepOutput(",
+        "deliver(number, part)",
+        "deliver(0, part)",
         FRONTENDS,
     ),
     Mutant(

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from aserve.errors import EngineDead, ExpectedWait, InvalidRequest, QueueFull
 from aserve.messages.base import pack_i32
 from aserve.messages.changes import Amend
-from aserve.messages.output import OutputChunk, TokenLogprob, TopLogprob, Usage
+from aserve.messages.output import OutputChunk, Usage
 from aserve.messages.requests import Cancel, GenerateRequest, SamplingParams, TextPrompt
+from aserve.messages.scored import TokenLogprob, TopLogprob
 from aserve.request_stream import Capacity, Gateway
 from aserve.unread import BATCH_BYTES, UnreadAnswer, size_of
 

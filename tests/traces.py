@@ -16,9 +16,9 @@ import msgspec
 from aserve.channel import Codec
 from aserve.errors import AserveError, StepError
 from aserve.messages.base import CancelReason
-from aserve.messages.changes import Amend
+from aserve.messages.changes import Amend, Amended
 from aserve.messages.executor import EngineSpec, SchedulerEffect, SchedulerEvent
-from aserve.messages.output import Amended, Refused, Retired, StepOutput
+from aserve.messages.output import Refused, Retired, StepOutput
 from aserve.messages.requests import AdmitRequest, Cancel
 from aserve.messages.results import BuildMask, MaskReady, StepTimes
 from aserve.messages.step import Launch, Resync, Sample
@@ -248,7 +248,7 @@ class TraceRun:
             case SendKv() | StreamKv():
                 raise AssertionError("nobody asked for KV")
             case StepOutput():
-                for output in effect.sequences:
+                for output in effect.outputs():
                     self.stories[output.request_id, output.child].take(output)
             case Amended():
                 self.num_answered += 1

@@ -8,9 +8,8 @@ from collections import Counter
 
 from aserve.cache.allocation import PageAllocation
 from aserve.messages.base import ChildKey, array_i32
-from aserve.messages.changes import Amend
+from aserve.messages.changes import Amend, Amended
 from aserve.messages.executor import SchedulerEvent
-from aserve.messages.output import Amended
 from aserve.messages.results import MaskReady
 from aserve.messages.step import Launch, ScheduleBatch, StepStats
 from aserve.scheduling.request import Phase, Sequence

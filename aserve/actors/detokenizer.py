@@ -14,8 +14,8 @@ from aserve.actors.text_request import Ending, TextRequest, ending_of, resumed_c
 from aserve.actors.text_slices import Part, TextEvent, sliced
 from aserve.channel import Channel, Sink
 from aserve.errors import BugError, ErrorInfo
+from aserve.messages.changes import Amended
 from aserve.messages.output import (
-    Amended,
     DetokenizerEvent,
     OutputChunk,
     Refused,

@@ -17,9 +17,9 @@ from aserve.actors.masks import MaskEvent
 from aserve.channel import Channel, Codec, Sink
 from aserve.errors import Cancelled, ErrorInfo
 from aserve.grammar.matching import Constraint
-from aserve.messages.changes import Amend, ChangeSettings
+from aserve.messages.changes import Amend, Amended, ChangeSettings
 from aserve.messages.executor import SchedulerEvent
-from aserve.messages.output import Amended, DetokenizerEvent, Refused
+from aserve.messages.output import DetokenizerEvent, Refused
 from aserve.messages.requests import AdmitRequest, Cancel, EngineEvent
 
 # Waits for the grammar of a request. Raises the AserveError of an invalid one.

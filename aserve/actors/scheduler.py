@@ -20,8 +20,9 @@ from aserve.actors.masks import MaskEvent
 from aserve.channel import Channel, Sink
 from aserve.errors import BugError, ErrorInfo
 from aserve.host.environment import PausedCollector
+from aserve.messages.changes import Amended
 from aserve.messages.executor import Executor, SchedulerEffect, SchedulerEvent, Ticket
-from aserve.messages.output import Amended, DetokenizerEvent, Refused, Retired, StepOutput
+from aserve.messages.output import DetokenizerEvent, Refused, Retired, StepOutput
 from aserve.messages.requests import AdmitRequest, Cancel
 from aserve.messages.results import BuildMask
 from aserve.messages.step import Launch, Resync, Sample

@@ -21,7 +21,7 @@ from aserve.text.prompt_text import PromptText
 from aserve.text.sampling_ids import end_ids
 from aserve.text.tokenizer import TextTokenizer
 
-NOTHING = Released("", [], ())
+NOTHING = Released("", b"", ())
 
 
 class Ending(NamedTuple):
@@ -125,7 +125,7 @@ class Child:
         """Returns the output that became certain since the last call."""
         released = self.text.take()
         if self.reasoning is not None:
-            self.reasoning.read_rest(released.token_ids)
+            self.reasoning.read_rest(array("i", released.token_ids))
         return released
 
 
@@ -183,7 +183,7 @@ class TextRequest:
         if output.num_drafts:
             child.note_window(output.num_drafts, num_values(output.token_ids) - 1)
         if self.opened.sampling.logprobs is None:
-            text.feed_all(array("i", output.token_ids))
+            text.feed_all(output.token_ids)
         else:
             self._feed_scored(output, text, tokenizer)
         if text.stop is not None:
@@ -220,7 +220,7 @@ class TextRequest:
             self.opened.request_id,
             index,
             released.text,
-            array("i", released.token_ids).tobytes(),
+            released.token_ids,
             child.usage(self.opened.prompt_len),
             released.logprobs,
         )

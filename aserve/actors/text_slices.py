@@ -20,9 +20,10 @@ import msgspec
 
 from aserve.channel import Channel, yield_to_loop
 from aserve.messages.base import VALUE_BYTES, num_values
+from aserve.messages.changes import Amended
 from aserve.messages.output import (
-    Amended,
     DetokenizerEvent,
+    NextTokens,
     Refused,
     Retired,
     SequenceOutput,
@@ -105,10 +106,9 @@ def _parts_of(
     """
     found: defaultdict[str, list[TextEvent]] = defaultdict(list)
     mixed: set[str] = set()  # requests with other messages than outputs
-    for event in events:
-        if isinstance(event, StepOutput):
-            for output in event.sequences:
-                found[output.request_id].append(output)
+    for event in _joined(events):
+        if isinstance(event, SequenceOutput):
+            found[event.request_id].append(event)
         else:
             request_id = event.amend.request_id if isinstance(event, Amended) else event.request_id
             found[request_id].append(event)
@@ -119,6 +119,26 @@ def _parts_of(
             yield part, CHUNK_SCORES  # PERF: nearly all
         else:
             yield from _split(part, num_children)
+
+
+def _joined(events: Sequence[DetokenizerEvent]) -> Iterator[TextEvent]:
+    """Yields the events one by one. Where steps brought the next tokens of the same sequences, one
+    after the other, these are one output of each sequence.
+    """
+    steps: list[NextTokens] = []
+    for event in events:
+        tokens = event.next_tokens if isinstance(event, StepOutput) else None
+        if steps and not (tokens is not None and tokens.is_of(steps[0])):
+            yield from steps[0].outputs(*steps[1:])
+            steps.clear()
+        if tokens is not None:
+            steps.append(tokens)
+        if isinstance(event, StepOutput):
+            yield from event.sequences
+        else:
+            yield event
+    if steps:
+        yield from steps[0].outputs(*steps[1:])
 
 
 def _split(part: Part, num_children: Callable[[str], int]) -> Iterator[tuple[Part, int]]:

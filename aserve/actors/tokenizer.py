@@ -16,8 +16,8 @@ from aserve.actors.deadlines import Deadlines, deadlines_from_now, until_left
 from aserve.actors.fair_threads import FairThreads
 from aserve.channel import Channel, Codec, Sink
 from aserve.errors import ErrorInfo
-from aserve.messages.changes import Amend
-from aserve.messages.output import Amended, DetokenizerEvent, Refused
+from aserve.messages.changes import Amend, Amended
+from aserve.messages.output import DetokenizerEvent, Refused
 from aserve.messages.requests import Cancel, EngineEvent, GenerateRequest, TokenizerEvent
 from aserve.pictures.fetch import MediaFetcher
 from aserve.text.prompt import Prepared, PromptEncoder

@@ -269,7 +269,7 @@ class Cluster:
     def _emit(self, output: StepOutput, now_s: float) -> None:
         """The tokens of a step go through the routers of their clients."""
         arrives_s = now_s + self._options.link_us / 1e6
-        for each in output.sequences:
+        for each in output.outputs():
             count = len(array_i32(each.token_ids))
             self._num_tokens += count
             self._routers[self._clients[each.request_id].router].pass_chunks(arrives_s, count)

@@ -93,7 +93,7 @@ class StepDriver:
                 flight = batch, time.perf_counter(), self._executor.launch(batch)
                 self._flights.append(flight)
             case StepOutput():
-                for each in effect.sequences:
+                for each in effect.outputs():
                     tokens = self.outputs.setdefault(each.request_id, [])
                     tokens += array_i32(each.token_ids).tolist()
             case Refused():

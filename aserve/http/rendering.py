@@ -23,7 +23,8 @@ from aserve.http.openai.parsed import ParsedChoice, ParsePlan
 from aserve.http.sse import SseWriter
 from aserve.http.state import HttpContext
 from aserve.messages.base import FinishReason
-from aserve.messages.output import OutputChunk, PromptToken, TokenLogprob, Usage
+from aserve.messages.output import OutputChunk, Usage
+from aserve.messages.scored import PromptToken, TokenLogprob
 from aserve.parsers.events import ParsedEvent, joined
 from aserve.request_stream import RequestStream
 

@@ -21,8 +21,7 @@ from aserve.http.openai.answer_size import check_answer_size
 from aserve.http.openai.limits import INT32, Range, check_range, check_stops, check_within
 from aserve.http.route import get, post
 from aserve.http.state import HttpContext, caller_for, origin_of
-from aserve.messages.changes import Amend
-from aserve.messages.output import Amended, SequenceState
+from aserve.messages.changes import Amend, Amended, SequenceState
 
 MAX_TOKENS = Range(1, INT32)
 NOTHING = Amend("", 0)

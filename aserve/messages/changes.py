@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from aserve.messages.base import Message
+from aserve.errors import ErrorInfo
+from aserve.messages.base import Message, Record
 
 
 class Amend(Message, frozen=True):
@@ -22,6 +23,31 @@ class Amend(Message, frozen=True):
     max_tokens: int | None = None
     priority: int | None = None
     stop: tuple[str, ...] = ()
+
+
+class SequenceState(Record, frozen=True):
+    """`phase` is that of the scheduler. `num_ahead` are the sequences that are admitted before this
+    one, if it waits.
+    """
+
+    child: int
+    phase: str
+    prompt_len: int
+    num_outputs: int
+    max_tokens: int
+    priority: int
+    num_ahead: int | None = None
+
+
+class Amended(Message, frozen=True):
+    """The answer to an Amend, in order with the outputs of the request. `sequences` are the
+    children that had not ended before; none if the request is not known (any more). With an error
+    nothing was changed.
+    """
+
+    amend: Amend
+    sequences: tuple[SequenceState, ...] = ()
+    error: ErrorInfo | None = None
 
 
 class ChangeSettings(Message, frozen=True):

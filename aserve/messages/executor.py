@@ -10,8 +10,8 @@ from typing import Any, Literal, Protocol, TypeAlias
 import msgspec
 
 from aserve.messages.base import Record
-from aserve.messages.changes import Amend, ChangeSettings
-from aserve.messages.output import Amended, Refused, Retired, StepOutput
+from aserve.messages.changes import Amend, Amended, ChangeSettings
+from aserve.messages.output import Refused, Retired, StepOutput
 from aserve.messages.requests import AdmitRequest, Cancel, FailRequest
 from aserve.messages.results import (
     BuildMask,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import TypeAlias
 
 from aserve.errors import ErrorInfo
-from aserve.messages.base import FinishReason, Message, Record
-from aserve.messages.changes import Amend
+from aserve.messages.base import FinishReason, Message, Record, array_i32, split_i32
+from aserve.messages.changes import Amended
 from aserve.messages.requests import OpenText
 from aserve.messages.results import PromptLogprobs, RowLogprobs
+from aserve.messages.scored import PromptPart, TokenLogprob
 
 
 class SequenceOutput(Record, frozen=True):
@@ -30,9 +31,50 @@ class SequenceOutput(Record, frozen=True):
     )
 
 
+class NextTokens(Record, frozen=True):
+    """One new token of each of these sequences, and nothing else. All but `request_ids` are int32
+    [sequences]. PERF: as columns they are made and sent without a loop over the sequences.
+    """
+
+    request_ids: tuple[str, ...]
+    children: bytes
+    positions: bytes
+    token_ids: bytes
+    cached_lens: bytes
+
+    def is_of(self, other: NextTokens) -> bool:
+        """Whether the sequences are those of the other one, in the same order."""
+        return self.request_ids == other.request_ids and self.children == other.children
+
+    def outputs(self, *later: NextTokens) -> Iterator[SequenceOutput]:
+        """Yields an output for each sequence. It has the tokens of the `later` steps too, which
+        are of the same sequences.
+        """
+        num_steps = 1 + len(later)
+        token_ids = array_i32(b"".join([self.token_ids, *[each.token_ids for each in later]]))
+        by_sequence = token_ids.reshape(num_steps, -1).T.tobytes()
+        return map(
+            SequenceOutput,
+            self.request_ids,
+            array_i32(self.children).tolist(),
+            array_i32(self.positions).tolist(),
+            split_i32(by_sequence, num_steps),
+            array_i32(self.cached_lens).tolist(),
+        )
+
+
 class StepOutput(Message, frozen=True):
+    """What a step brought. `sequences` are others than those of `next_tokens`."""
+
     iteration: int
-    sequences: tuple[SequenceOutput, ...]
+    sequences: tuple[SequenceOutput, ...] = ()
+    next_tokens: NextTokens | None = None
+
+    def outputs(self) -> Iterator[SequenceOutput]:
+        """Yields the outputs of all sequences."""
+        if self.next_tokens is not None:
+            yield from self.next_tokens.outputs()
+        yield from self.sequences
 
 
 class Retired(Message, frozen=True):
@@ -53,76 +95,6 @@ class Refused(Message, frozen=True):
 
     request_id: str
     error: ErrorInfo
-
-
-class SequenceState(Record, frozen=True):
-    """`phase` is that of the scheduler. `num_ahead` are the sequences that are admitted before this
-    one, if it waits.
-    """
-
-    child: int
-    phase: str
-    prompt_len: int
-    num_outputs: int
-    max_tokens: int
-    priority: int
-    num_ahead: int | None = None
-
-
-class Amended(Message, frozen=True):
-    """The answer to an Amend, in order with the outputs of the request. `sequences` are the
-    children that had not ended before; none if the request is not known (any more). With an error
-    nothing was changed.
-    """
-
-    amend: Amend
-    sequences: tuple[SequenceState, ...] = ()
-    error: ErrorInfo | None = None
-
-
-class TopLogprob(Record, frozen=True):
-    token_id: int
-    token: str
-    token_bytes: bytes
-    logprob: float
-
-
-class TokenLogprob(Record, frozen=True):
-    token_id: int
-    token: str
-    token_bytes: bytes
-    logprob: float
-    top: tuple[TopLogprob, ...] = ()
-    text_offset: int = 0  # characters of the answer's text before this token
-
-
-class PromptToken(Record, frozen=True):
-    """A scored token of the prompt. The first one has neither logprob nor rank."""
-
-    token_id: int
-    token: str
-    token_bytes: bytes
-    text_offset: int  # characters of the prompt's text before this token
-    logprob: float | None = None
-    rank: int | None = None
-    top: tuple[TopLogprob, ...] = ()
-
-
-class PromptPart(Record, frozen=True):
-    """The next tokens of a prompt that is echoed or scored."""
-
-    text: str = ""  # if it is echoed
-    tokens: tuple[PromptToken, ...] = ()  # if it is scored
-
-
-def join_parts(parts: Sequence[PromptPart]) -> PromptPart | None:
-    """Joins consecutive parts. Returns None for none."""
-    if not parts:
-        return None
-    return PromptPart(
-        text="".join(part.text for part in parts),
-        tokens=tuple(token for part in parts for token in part.tokens),
-    )
 
 
 class Usage(Record, frozen=True):

@@ -70,7 +70,7 @@ class Trace:
         return {
             output.child: (output.position + num_values(output.token_ids), step.iteration)
             for step in self._outputs
-            for output in step.sequences
+            for output in step.outputs()
             if output.request_id == request_id
         }
 

@@ -25,9 +25,9 @@ from aserve.frontend import Frontend
 from aserve.host.environment import collect_rarely, set_up_collector
 from aserve.host.logs import start_logging
 from aserve.host.threads import in_thread, new_event_loop
-from aserve.messages.changes import Amend, ChangeSettings, EngineJob
+from aserve.messages.changes import Amend, Amended, ChangeSettings, EngineJob
 from aserve.messages.executor import EngineSpec
-from aserve.messages.output import Amended, Refused, Retired, StepOutput
+from aserve.messages.output import Refused, Retired, StepOutput
 from aserve.messages.requests import AdmitRequest, Cancel, EngineEvent, OpenText
 from aserve.observability.reports import RequestState, TickReport
 from aserve.processes.frontends import (

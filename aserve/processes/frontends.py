@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, assert_never
 from urllib.parse import urlsplit
@@ -36,11 +37,11 @@ from aserve.engine_core import EngineCorePorts
 from aserve.errors import EngineDead
 from aserve.frontend import Frontend
 from aserve.http.peers import Peers, owner_of
-from aserve.messages.base import Message
-from aserve.messages.changes import Amend, ChangeSettings, LoadWeights
+from aserve.messages.base import Message, array_i32
+from aserve.messages.changes import Amend, Amended, ChangeSettings, LoadWeights
 from aserve.messages.output import (
-    Amended,
     DetokenizerEvent,
+    NextTokens,
     Refused,
     Retired,
     SequenceOutput,
@@ -253,17 +254,41 @@ class RoutedOutputs:
         deliver = self._deliver
         match message:
             case StepOutput():
-                owned: dict[int, list[SequenceOutput]] = {}
-                for output in message.sequences:
-                    owned.setdefault(owner_of(output.request_id), []).append(output)
-                for number, outputs in owned.items():
-                    deliver(number, StepOutput(message.iteration, tuple(outputs)))
+                for number, part in _parts_of(message).items():
+                    deliver(number, part)
             case Amended():
                 deliver(owner_of(message.amend.request_id), message)
             case OpenText() | Retired() | Refused():
                 deliver(owner_of(message.request_id), message)
             case _:
                 assert_never(message)
+
+
+def _parts_of(output: StepOutput) -> dict[int, StepOutput]:
+    """Returns the part of each frontend that has some of its requests."""
+    tokens = output.next_tokens
+    indices: defaultdict[int, list[int]] = defaultdict(list)  # in `tokens`
+    for index, request_id in enumerate(tokens.request_ids if tokens else ()):
+        indices[owner_of(request_id)].append(index)
+    sequences: defaultdict[int, list[SequenceOutput]] = defaultdict(list)
+    for each in output.sequences:
+        sequences[owner_of(each.request_id)].append(each)
+    return {
+        owner: StepOutput(
+            output.iteration,
+            tuple(sequences.get(owner, ())),
+            _tokens_of(tokens, indices[owner]) if tokens and owner in indices else None,
+        )
+        for owner in {**indices, **sequences}
+    }
+
+
+def _tokens_of(tokens: NextTokens, indices: list[int]) -> NextTokens:
+    columns = (tokens.children, tokens.positions, tokens.token_ids, tokens.cached_lens)
+    return NextTokens(
+        tuple([tokens.request_ids[index] for index in indices]),
+        *[array_i32(column)[indices].tobytes() for column in columns],
+    )
 
 
 class FrontendProcess:

@@ -25,8 +25,9 @@ import msgspec
 
 from aserve.amendments import amended_admit
 from aserve.errors import StepError
-from aserve.messages.base import VALUE_BYTES, num_values
-from aserve.messages.output import Amended, Refused, Retired, SequenceOutput, StepOutput
+from aserve.messages.base import VALUE_BYTES, array_i32, num_values, split_i32
+from aserve.messages.changes import Amended
+from aserve.messages.output import NextTokens, Refused, Retired, SequenceOutput, StepOutput
 from aserve.messages.requests import AdmitRequest, Cancel, RequestEvent
 from aserve.scheduling.prompts import scores_from
 
@@ -182,11 +183,31 @@ class Journal:
         return []
 
     def _receive_step(self, step: StepOutput) -> StepOutput | None:
-        news = [self._news_of(output) for output in step.sequences]
         if not self._is_resumed:
+            if step.next_tokens is not None:
+                self._note_tokens(step.next_tokens)
+            for output in step.sequences:
+                self._news_of(output)
             return step
+        news = map(self._news_of, step.outputs())
         sequences = tuple([output for output in news if output is not None])
-        return msgspec.structs.replace(step, sequences=sequences) if sequences else None
+        return StepOutput(step.iteration, sequences) if sequences else None
+
+    def _note_tokens(self, tokens: NextTokens) -> None:
+        """Notes tokens of the first engine."""
+        for request_id, index, token_id, cached_len in zip(
+            tokens.request_ids,
+            array_i32(tokens.children).tolist(),
+            split_i32(tokens.token_ids),
+            array_i32(tokens.cached_lens).tolist(),
+            strict=True,
+        ):
+            entry = self._open.get(request_id)
+            child = entry.children[index] if entry is not None else None
+            if entry is not None and child is not None and not child.is_retired:
+                entry.num_new += 1
+                child.outputs += token_id
+                child.cached_len = cached_len
 
     def _news_of(self, output: SequenceOutput) -> SequenceOutput | None:
         """Notes an output and returns it without the prompt logprobs that have come before; or None

@@ -22,6 +22,7 @@ from aserve.errors import AserveError, ConfigError, EngineDead, ErrorInfo, Inval
 from aserve.host.threads import SWITCH_INTERVAL_S
 from aserve.messages.changes import (
     Amend,
+    Amended,
     ChangeSettings,
     CheckWeights,
     EngineJob,
@@ -32,7 +33,7 @@ from aserve.messages.changes import (
     Wake,
 )
 from aserve.messages.executor import EngineSpec
-from aserve.messages.output import Amended, Refused, Retired, StepOutput
+from aserve.messages.output import Refused, Retired, StepOutput
 from aserve.messages.requests import AdmitRequest, Cancel, EngineEvent, OpenText, RequestEvent
 from aserve.observability.reports import (
     Beat,

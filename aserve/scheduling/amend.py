@@ -7,8 +7,7 @@ the outputs that have been committed: results in flight count as far as the new 
 from __future__ import annotations
 
 from aserve.errors import ClientError, ContextTooLong, InvalidRequest, NeverFits
-from aserve.messages.changes import Amend
-from aserve.messages.output import Amended, SequenceState
+from aserve.messages.changes import Amend, Amended, SequenceState
 from aserve.scheduling.budget import fits_alone, most_pages
 from aserve.scheduling.finish import finish_at_end, settle
 from aserve.scheduling.followers import abandon, lead, unfollow

@@ -11,11 +11,11 @@ from __future__ import annotations
 import numpy as np
 
 from aserve.messages.base import array_i32, num_values
-from aserve.messages.output import SequenceOutput, StepOutput
+from aserve.messages.output import StepOutput
 from aserve.messages.results import SampleResult, StepResult
 from aserve.scheduling import token_writes
 from aserve.scheduling.advance import advance_rows
-from aserve.scheduling.ends import kept_output, may_end, outputs_of
+from aserve.scheduling.ends import kept_output, may_end, next_tokens_of, outputs_of
 from aserve.scheduling.finish import finish, settle
 from aserve.scheduling.flights import Step, drop_flights, land_without_row
 from aserve.scheduling.forced import end_reasoning
@@ -82,20 +82,26 @@ def commit_tokens(state: SchedulerState, result: StepResult | SampleResult, step
     is_odd = may_end(state, rows, counts, tokens) | is_dropped
     if not is_single:
         is_odd |= counts == 0
-    outputs: list[SequenceOutput | None] = [*outputs_of(state, step, result)]
     num_kept, looked_at = counts, is_odd.nonzero()[0].tolist()
+    has_tokens_only = is_single and not result.logprobs and not np.count_nonzero(step.num_drafts)
+    alone = looked_at if has_tokens_only else [*range(len(rows))]
+    outputs = dict(zip(alone, outputs_of(state, step, result, alone), strict=True))
     if looked_at:
         num_kept = counts.copy()
         for index in looked_at:
             whole = None if step.is_dropped(index) else outputs[index]
             output = kept_output(step.sequences[index], whole) if whole else None
             outputs[index], num_kept[index] = output, num_values(output.token_ids) if output else 0
-    if is_single:
+    next_tokens = None
+    if is_single and len(looked_at) < len(rows):
         plain = (~is_odd).nonzero()[0] if looked_at else slice(None)
+        if has_tokens_only:
+            next_tokens = next_tokens_of(table, rows[plain], tokens[plain])
         token_writes.append_columns(state, rows[plain], tokens[plain])
-    token_writes.append_outputs(step, outputs, looked_at if is_single else range(len(outputs)))
-    if given := tuple(filter(None, outputs)):
-        state.effects.append(StepOutput(step.iteration, given))
+    token_writes.append_outputs(step, outputs, looked_at if is_single else alone)
+    given = tuple(filter(None, outputs.values()))
+    if given or next_tokens is not None:
+        state.effects.append(StepOutput(step.iteration, given, next_tokens))
     last_ids = tokens if is_single else token_writes.last_kept(tokens, counts, num_kept)
     if looked_at and np.count_nonzero(is_dropped):
         here = step.part((~is_dropped).nonzero()[0])

@@ -10,15 +10,13 @@ from itertools import repeat
 import numpy as np
 import numpy.typing as npt
 
-from aserve.messages.base import VALUE_BYTES, ArrayI32, array_i32
-from aserve.messages.output import SequenceOutput
+from aserve.messages.base import VALUE_BYTES, ArrayI32, array_i32, pack_i32, split_i32
+from aserve.messages.output import NextTokens, SequenceOutput
 from aserve.messages.results import RowLogprobs, SampleResult, StepResult
 from aserve.scheduling.flights import Step
 from aserve.scheduling.request import Sequence
-from aserve.scheduling.rows import Column
+from aserve.scheduling.rows import Column, RowTable
 from aserve.scheduling.state import SchedulerState
-
-ONE_TOKEN = np.dtype((np.void, VALUE_BYTES))
 
 
 def may_end(
@@ -35,25 +33,32 @@ def may_end(
     return is_near
 
 
+def next_tokens_of(table: RowTable, rows: Column, token_ids: ArrayI32) -> NextTokens:
+    """Returns the output of rows that get one token each, and nothing else with it."""
+    return NextTokens(
+        tuple(table.request_ids[rows].tolist()),
+        pack_i32(table.child[rows]),
+        pack_i32(_positions(table, rows)),
+        token_ids.tobytes(),
+        pack_i32(table.cached_len[rows]),
+    )
+
+
 def outputs_of(
-    state: SchedulerState, step: Step, result: StepResult | SampleResult
-) -> Iterator[SequenceOutput]:
-    """Returns the output of each row that keeps all its new tokens. What it says of other rows is
-    wrong. PERF: nothing here is a loop in Python, but for rows with several tokens or logprobs.
-    """
-    table, rows = state.table, step.rows
+    state: SchedulerState, step: Step, result: StepResult | SampleResult, indices: list[int]
+) -> Iterator[SequenceOutput | None]:
+    """Returns the output of each of these rows of the step, as if it kept all its new tokens."""
+    table, rows = state.table, step.rows[indices]
+    token_ids = _split(result.tokens, array_i32(result.counts))
     logprobs = {record.row: (record,) for record in result.logprobs}
-    positions = table.num_tokens[rows] - table.max_len[rows] + table.max_tokens[rows]
     columns = [
         table.request_ids[rows].tolist(),
         table.child[rows].tolist(),
-        positions.tolist(),
-        _split(result.tokens, array_i32(result.counts)),
+        _positions(table, rows).tolist(),
+        [token_ids[index] for index in indices],
         table.cached_len[rows].tolist(),
     ]
-    if not logprobs and (step.is_plain or not np.count_nonzero(step.num_drafts)):
-        return map(SequenceOutput, *columns)
-    num_drafts = step.num_drafts * state.spec.decode.root_len  # a block has no drafts
+    num_drafts = step.num_drafts[indices] * state.spec.decode.root_len  # a block has no drafts
     return map(
         SequenceOutput,
         *columns,
@@ -82,11 +87,16 @@ def kept_output(sequence: Sequence, output: SequenceOutput) -> SequenceOutput | 
     )
 
 
+def _positions(table: RowTable, rows: Column) -> Column:
+    """Returns the number of outputs that each row has."""
+    positions: Column = table.num_tokens[rows] - table.max_len[rows] + table.max_tokens[rows]
+    return positions
+
+
 def _split(tokens: bytes, counts: ArrayI32) -> list[bytes]:
     """Returns the tokens of each row."""
     if len(tokens) == VALUE_BYTES * len(counts) == VALUE_BYTES * np.count_nonzero(counts):
-        values: list[bytes] = np.frombuffer(tokens, ONE_TOKEN).tolist()
-        return values
+        return split_i32(tokens)
     ends = VALUE_BYTES * counts.cumsum()
     starts = ends - VALUE_BYTES * counts
     return [tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]

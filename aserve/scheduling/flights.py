@@ -131,9 +131,9 @@ class Repeat(msgspec.Struct, gc=False, eq=False):
     ones: bytes  # int32, the length of each span, and the number of tokens that it brings
     minus_rows: bytes  # the ids of tokens that are not known
     taken: slice  # which covers all rows that run, and otherwise rows that nobody has
-    request_ids: list[str]
-    children: list[int]
-    cached_lens: list[int]
+    request_ids: tuple[str, ...]
+    children: bytes  # int32, as `cached_lens`
+    cached_lens: bytes
     appends: list[Callable[[int], None]]
     clients: list[tuple[Client, int]]  # each with the number of its rows
 

@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from aserve.messages.base import array_i32
-from aserve.messages.output import SequenceOutput, StepOutput
+from aserve.messages.base import array_i32, pack_i32
+from aserve.messages.output import NextTokens, StepOutput
 from aserve.messages.results import StepResult
 from aserve.scheduling.advance import commit_pages
-from aserve.scheduling.ends import ONE_TOKEN
 from aserve.scheduling.flights import Repeat, Step, land_alike
 from aserve.scheduling.state import SchedulerState
 
@@ -27,15 +26,11 @@ def land_repeated(state: SchedulerState, step: Step, result: StepResult) -> bool
         return False
     if np.count_nonzero(state.end_ids[tokens]):
         return False
-    outputs = map(
-        SequenceOutput,
-        repeat.request_ids,
-        repeat.children,
-        (repeat.positions + number).tolist(),
-        np.frombuffer(result.tokens, ONE_TOKEN).tolist(),
-        repeat.cached_lens,
+    positions = pack_i32(repeat.positions + number)
+    columns = (repeat.children, positions, result.tokens, repeat.cached_lens)
+    state.effects.append(
+        StepOutput(step.iteration, next_tokens=NextTokens(repeat.request_ids, *columns))
     )
-    state.effects.append(StepOutput(step.iteration, tuple(outputs)))
     for append, token_id in zip(repeat.appends, tokens.tolist(), strict=True):
         append(token_id)
     for client, num_tokens in repeat.clients:

@@ -142,9 +142,9 @@ def _find_repeat(state: SchedulerState) -> Repeat | None:
         ones=pack_i32(step.query_lens),
         minus_rows=pack_i32(-rows),
         taken=slice(1, int(np.maximum.reduce(rows)) + 1),
-        request_ids=table.request_ids[rows].tolist(),
-        children=table.child[rows].tolist(),
-        cached_lens=table.cached_len[rows].tolist(),
+        request_ids=tuple(table.request_ids[rows].tolist()),
+        children=pack_i32(table.child[rows]),
+        cached_lens=pack_i32(table.cached_len[rows]),
         appends=table.appends[rows].tolist(),
         clients=[(clients[0], num_rows)] if is_one else list(Counter(clients).items()),
     )

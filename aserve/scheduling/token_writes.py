@@ -49,8 +49,6 @@ def last_kept(tokens: ArrayI32, counts: ArrayI32, num_kept: ArrayI32) -> ArrayI3
 
 def append_columns(state: SchedulerState, rows: Column, token_ids: ArrayI32) -> None:
     """Appends one token to the log of each row."""
-    if not len(rows):
-        return
     table = state.table
     for append, token_id in zip(table.appends[rows].tolist(), token_ids.tolist(), strict=True):
         append(token_id)
@@ -62,9 +60,9 @@ def append_columns(state: SchedulerState, rows: Column, token_ids: ArrayI32) -> 
 
 
 def append_outputs(
-    step: Step, outputs: list[SequenceOutput | None], indices: Iterable[int]
+    step: Step, outputs: dict[int, SequenceOutput | None], indices: Iterable[int]
 ) -> None:
-    """Appends these of the outputs to the logs of their sequences."""
+    """Appends these of the outputs, which are by index, to the logs of their sequences."""
     for index in indices:
         sequence, output = step.sequences[index], outputs[index]
         if output is not None:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from aserve.messages.base import array_f32, array_i32
-from aserve.messages.output import SequenceOutput, TokenLogprob, TopLogprob
+from aserve.messages.output import SequenceOutput
+from aserve.messages.scored import TokenLogprob, TopLogprob
 from aserve.text.tokenizer import TextTokenizer
 
 IMPOSSIBLE = -9999.0  # OpenAI's value for minus infinity, which JSON cannot express

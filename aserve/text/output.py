@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable
+from array import array
+from collections.abc import Collection
 from typing import TypeAlias
 
-from aserve.messages.base import Record
-from aserve.messages.output import TokenLogprob
+from aserve.messages.base import Record, num_values
+from aserve.messages.scored import TokenLogprob
 from aserve.text.detokenize import TextStream
 from aserve.text.stop import StopMatcher
 
@@ -20,7 +21,7 @@ class Released(Record, frozen=True):
     """The output that became certain since the last call of `take`."""
 
     text: str
-    token_ids: list[int]
+    token_ids: bytes  # int32
     logprobs: tuple[TokenLogprob, ...]
 
 
@@ -36,6 +37,7 @@ class SequenceText:
 
     __slots__ = (
         "_end_ids",
+        "_ids",
         "_is_final",
         "_is_scored",
         "_matcher",
@@ -69,19 +71,36 @@ class SequenceText:
         self._is_scored = False  # some tokens have logprobs
         self._num_released = 0  # characters
         self._text = ""  # not yet released
-        # PERF: a list, because an empty deque has 760 bytes, and thousands of requests may wait.
+        # Tokens that are not released, int32, which no stop string can cut: none is asked for, or
+        # was when they came.
+        self._ids = b""
+        # Those behind them. PERF: a list, because an empty deque has 760 bytes, and thousands of
+        # requests may wait.
         self._tokens: list[PendingToken] = []
         self.num_kept = 0
         self.num_tokens = 0
         self.stop: str | None = None
         self.text_len = 0
 
-    def feed_all(self, token_ids: Iterable[int]) -> None:
-        """Adds tokens without logprobs, up to a stop string."""
-        for token_id in token_ids:
+    def feed_all(self, token_ids: bytes) -> None:
+        """Adds tokens without logprobs, up to a stop string. token_ids: int32."""
+        if self._matcher is None and not self._tokens:
+            self._feed_plain(token_ids)
+            return
+        for token_id in array("i", token_ids):
             self.feed(token_id)
             if self.stop is not None:
                 return
+
+    def _feed_plain(self, token_ids: bytes) -> None:
+        """PERF: most sequences have no stop strings, and so no tokens to hold back."""
+        assert not self._is_final, "a token after the end of its sequence"
+        ids, end_ids, stream = array("i", token_ids), self._end_ids, self._stream
+        self._ids += token_ids
+        self.num_tokens += len(ids)
+        text = "".join([stream.feed(token_id) for token_id in ids if token_id not in end_ids])
+        self._text += text
+        self.text_len += len(text)
 
     def feed(self, token_id: int, logprob: TokenLogprob | None = None) -> None:
         assert not self._is_final, "a token after the end of its sequence"
@@ -106,20 +125,22 @@ class SequenceText:
 
     def take(self) -> Released:
         """Returns the output that became certain since the last call."""
-        certain_len = self.text_len
+        certain_len, token_ids, ready = self.text_len, self._ids, self._tokens
         if self._matcher is None or self._is_final or self._shows_stop:
-            ready, self._tokens = self._tokens, []
+            self._tokens = []
         else:
             certain_len -= self._matcher.num_held
             ready = self._ready_tokens(certain_len)
-        self.num_kept += len(ready)
         num_certain = certain_len - self._num_released
-        self._num_released = certain_len
         text, self._text = self._text[:num_certain], self._text[num_certain:]
-        token_ids = [token_id for token_id, _, _ in ready]
-        if not self._is_scored:
-            return Released(text, token_ids, ())
-        return Released(text, token_ids, tuple([each for _, _, each in ready if each is not None]))
+        self._ids, self._num_released = b"", certain_len
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if ready:
+            token_ids += array("i", [token_id for token_id, _, _ in ready]).tobytes()
+            if self._is_scored:
+                logprobs = tuple([each for _, _, each in ready if each is not None])
+        self.num_kept += num_values(token_ids)
+        return Released(text, token_ids, logprobs)
 
     def _extend(self, text: str) -> None:
         self._text += text

@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import accumulate
 
 from aserve.messages.base import array_f32, array_i32
-from aserve.messages.output import PromptPart, PromptToken, TopLogprob, join_parts
 from aserve.messages.requests import OpenText, SamplingParams
 from aserve.messages.results import PromptLogprobs
+from aserve.messages.scored import PromptPart, PromptToken, TopLogprob, join_parts
 from aserve.text.logprobs import alternatives, display_text
 from aserve.text.tokenizer import TextTokenizer
 

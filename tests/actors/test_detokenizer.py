@@ -16,15 +16,13 @@ from aserve.actors.text_slices import slices
 from aserve.channel import Channel
 from aserve.errors import ErrorInfo, QueueFull
 from aserve.messages.base import FinishReason, array_i32, pack_i32
-from aserve.messages.changes import Amend
+from aserve.messages.changes import Amend, Amended, SequenceState
 from aserve.messages.output import (
-    Amended,
     DetokenizerEvent,
     OutputChunk,
     Refused,
     Retired,
     SequenceOutput,
-    SequenceState,
     StepOutput,
     Usage,
 )

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from aserve.messages.base import array_i32, pack_i32
-from aserve.messages.output import OutputChunk, Retired, SequenceOutput, StepOutput, TokenLogprob
+from aserve.messages.output import OutputChunk, Retired, SequenceOutput, StepOutput
 from aserve.messages.requests import GenerateRequest, OpenText, SamplingParams, TokenPrompt
 from aserve.messages.results import PromptLogprobs, RowLogprobs
+from aserve.messages.scored import TokenLogprob
 from tests.actors.test_detokenizer import Bench
 from tests.test_engine import engine, expected
 from tests.text.vocabularies import byte_level_tokenizer

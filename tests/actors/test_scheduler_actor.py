@@ -98,7 +98,7 @@ class Rig:
 
     def _note(self, event: DetokenizerEvent) -> None:
         if isinstance(event, StepOutput):
-            for output in event.sequences:
+            for output in event.outputs():
                 key = (output.request_id, output.child)
                 self.tokens.setdefault(key, []).extend(array_i32(output.token_ids).tolist())
         elif isinstance(event, Retired | Refused):

@@ -93,7 +93,7 @@ def test_slices_are_bounded_and_say_the_same(num_tokens: int, n: int) -> None:
 
 
 def split(event: DetokenizerEvent) -> Iterable[TextEvent]:
-    return event.sequences if isinstance(event, StepOutput) else (event,)
+    return event.outputs() if isinstance(event, StepOutput) else (event,)
 
 
 def told(chunks: list[OutputChunk], child: int) -> list[object]:

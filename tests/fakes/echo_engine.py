@@ -28,15 +28,13 @@ from aserve.http.server import HttpServer
 from aserve.http.state import HttpContext, ServerState
 from aserve.http.tokenize_service import TokenizeService
 from aserve.messages.base import FinishReason, array_i32, pack_i32
-from aserve.messages.changes import Amend
+from aserve.messages.changes import Amend, Amended, SequenceState
 from aserve.messages.output import (
-    Amended,
     DetokenizerEvent,
     OutputChunk,
     Refused,
     Retired,
     SequenceOutput,
-    SequenceState,
     StepOutput,
 )
 from aserve.messages.requests import AdmitRequest, Cancel, EngineEvent, TokenizerEvent

@@ -280,7 +280,7 @@ class _Drive:
             case ReceiveKv() | SendKv() | StreamKv() | SaveKv() | LoadKv():
                 raise AssertionError(f"nobody transfers KV here: {effect}")
             case StepOutput():
-                for output in effect.sequences:
+                for output in effect.outputs():
                     self._note(output)
             case Retired():
                 key = effect.request_id, effect.child

@@ -9,7 +9,7 @@ import pytest
 from openai.types import Completion
 
 from aserve.http.openai.completion_logprobs import top_of
-from aserve.messages.output import TokenLogprob, TopLogprob
+from aserve.messages.scored import TokenLogprob, TopLogprob
 from tests.fakes.echo_engine import EchoEngine
 from tests.http.asking import ask, complete
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from aserve.http.long_json import BLOCK_BYTES, JsonEach, JsonList, blocks_of, pieces_of
 from aserve.http.openai.answers import logprob_entries
-from aserve.messages.output import TokenLogprob
+from aserve.messages.scored import TokenLogprob
 from tests.fakes.echo_engine import EchoEngine
 
 VALUES = st.recursive(

@@ -5,15 +5,8 @@ from __future__ import annotations
 from aserve.errors import BugError
 from aserve.http.forwarding import merged
 from aserve.http.peers import Peers, owner_of
-from aserve.messages.changes import Amend
-from aserve.messages.output import (
-    Amended,
-    DetokenizerEvent,
-    Refused,
-    Retired,
-    SequenceOutput,
-    StepOutput,
-)
+from aserve.messages.changes import Amend, Amended
+from aserve.messages.output import DetokenizerEvent, Refused, Retired, SequenceOutput, StepOutput
 from aserve.processes.frontends import RoutedOutputs
 
 NUMBERS = (0, 1, 12)

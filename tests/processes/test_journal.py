@@ -20,15 +20,13 @@ from aserve.errors import ErrorInfo
 from aserve.frontend import Frontend
 from aserve.grammar.compile import Vocabulary
 from aserve.messages.base import array_i32, pack_i32
-from aserve.messages.changes import Amend, EngineJob
+from aserve.messages.changes import Amend, Amended, EngineJob, SequenceState
 from aserve.messages.output import (
-    Amended,
     DetokenizerEvent,
     OutputChunk,
     Refused,
     Retired,
     SequenceOutput,
-    SequenceState,
     StepOutput,
 )
 from aserve.messages.requests import (

@@ -12,6 +12,7 @@ from aserve.messages.executor import (
     SchedulerEffect,
     SchedulerEvent,
 )
+from aserve.messages.output import SequenceOutput, StepOutput
 from aserve.messages.requests import AdmitRequest, Cancel, Grammar, SamplingParams
 from aserve.messages.results import StepResult
 from aserve.messages.step import Launch, ScheduleBatch
@@ -92,6 +93,11 @@ class Stage:
 
     def of(self, kind: type[E]) -> list[E]:
         return [effect for effect in self.effects if isinstance(effect, kind)]
+
+    @property
+    def outputs(self) -> list[SequenceOutput]:
+        """Of all sequences in the last tick."""
+        return [output for step in self.of(StepOutput) for output in step.outputs()]
 
     @property
     def batches(self) -> list[ScheduleBatch]:

@@ -70,8 +70,8 @@ class StepCounter:
                 case Launch(batches=(batch,)):
                     self._in_flight.append(batch)
                     self.ticks[-1].append(batch)
-                case StepOutput(sequences=outputs):
-                    for output in outputs:
+                case StepOutput():
+                    for output in effect.outputs():
                         self.first_steps.setdefault(output.request_id, self.num_steps)
                         client = self._clients[output.request_id]
                         self.num_outputs[client] += len(output.token_ids) // 4

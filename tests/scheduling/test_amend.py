@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from aserve.messages.base import array_i32, pack_i32
-from aserve.messages.changes import Amend
-from aserve.messages.output import Amended, Retired, SequenceState, StepOutput
+from aserve.messages.changes import Amend, Amended, SequenceState
+from aserve.messages.output import Retired, StepOutput
 from tests.scheduling.stage import Stage, query_lens, request, result, rows, spec
 from tests.scheduling.test_reasoning import limited
 
@@ -91,12 +91,11 @@ def test_reasoning_ends_at_once_wherever_the_sequence_is() -> None:
     stage.play(limited("a", **begun), limited("b", **begun), limited("c"))
     for name in "abc":
         stage.play(change(name, ends_reasoning=True), change(name, 2, ends_reasoning=True))
-        outputs = [each for step in stage.of(StepOutput) for each in step.sequences]
-        forced = [array_i32(each.token_ids).tolist() for each in outputs]
+        forced = [array_i32(each.token_ids).tolist() for each in stage.outputs]
         assert forced == ([] if name == "c" else [[1, 1, 2]])
     stage.play(result(1, {1: [60]}), result(2, {1: [61]}))
     assert not stage.of(StepOutput), "what was in flight does not count"
     assert query_lens(stage.batches[0]) == [8], "nothing was committed before"
     stage.play(msgspec.structs.replace(result(3, {1: [62]})))
-    (output,) = stage.of(StepOutput)[0].sequences
+    (output,) = stage.outputs
     assert (output.position, array_i32(output.token_ids).tolist()) == (5, [62])

@@ -4,17 +4,13 @@ import msgspec
 import numpy as np
 
 from aserve.messages.base import array_f32, array_i32, pack_i32
-from aserve.messages.output import Refused, Retired, StepOutput
+from aserve.messages.output import Refused, Retired
 from aserve.messages.results import RowLogprobs
 from tests.scheduling.stage import Stage, cancel, request, result, rows, spec
 
 
 def outputs(stage: Stage) -> list[list[int]]:
-    return [
-        array_i32(output.token_ids).tolist()
-        for step in stage.of(StepOutput)
-        for output in step.sequences
-    ]
+    return [array_i32(output.token_ids).tolist() for output in stage.outputs]
 
 
 def test_trap_5_a_stop_inside_an_accepted_run_trims_the_rest() -> None:
@@ -40,7 +36,7 @@ def test_trap_5_logprobs_are_cut_where_the_tokens_are() -> None:
     )
     whole = result(2, {1: [21, 9, 22]})
     stage.play(msgspec.structs.replace(whole, logprobs=(scored,)))
-    (output,) = stage.of(StepOutput)[0].sequences
+    (output,) = stage.outputs
     (cut,) = output.logprobs
     assert array_f32(cut.chosen).tolist() == [0, 1]
     assert array_i32(cut.top_ids).tolist() == [21, 3, 9, 4]

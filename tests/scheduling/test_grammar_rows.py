@@ -56,7 +56,7 @@ class Play:
                 is_slow = effect.request_id in self._slow
                 self._answer(msgspec.structs.replace(ready, is_slow=is_slow))
             case StepOutput():
-                for part in effect.sequences:
+                for part in effect.outputs():
                     self.emitted[part.request_id] += array_i32(part.token_ids).tolist()
             case Retired():
                 assert effect.error is None

@@ -84,7 +84,7 @@ def test_a_prompt_goes_on_behind_the_pages_that_came_up() -> None:
     assert (ids(batch), array_i32(batch.kv_lens).tolist()) == ([1, 2], [12])
     hit = request("c", [*PROMPT[:12], 9])  # of the prefix cache, not of the tiers
     one.play(result(batch.iteration, {rows(batch)[0]: [60]}), hit)
-    assert one.of(StepOutput)[0].sequences[0].cached_len == 12
+    assert one.outputs[0].cached_len == 12
     assert one.of(LoadKv) == []
     assert 9 in ids(one.batches[0])
 

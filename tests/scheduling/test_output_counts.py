@@ -39,8 +39,8 @@ def test_a_block_without_a_known_token_is_computed_until_its_tokens_come() -> No
         stage.play(result(iteration, {1: []}))
         assert stage.of(StepOutput) == []
     stage.play(result(4, {1: [10, 11, 12, 13]}))
-    [output] = stage.of(StepOutput)
-    assert array_i32(output.sequences[0].token_ids).tolist() == [10, 11, 12, 13]
+    [output] = stage.outputs
+    assert array_i32(output.token_ids).tolist() == [10, 11, 12, 13]
     [block] = stage.batches
     assert (kv_lens(block), query_lens(block)) == ([7], [2])  # what max_tokens leaves
     stage.play(result(5, {1: [14, 15]}))

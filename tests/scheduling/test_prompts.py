@@ -6,7 +6,7 @@ import msgspec
 
 from aserve.errors import StepError
 from aserve.messages.base import array_i32, pack_i32
-from aserve.messages.output import Retired, StepOutput
+from aserve.messages.output import Retired
 from aserve.messages.requests import AdmitRequest
 from aserve.messages.results import PromptLogprobs, RowEmbedding, StepFailed, StepResult
 from aserve.scheduling.finish import retract
@@ -46,8 +46,8 @@ def embedding(iteration: int, row: int) -> StepResult:
 
 
 def given(stage: Stage) -> list[PromptLogprobs]:
-    outputs = [output for effect in stage.of(StepOutput) for output in effect.sequences]
-    return [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
+    scores = [output.prompt_logprobs for output in stage.outputs]
+    return [each for each in scores if each is not None]
 
 
 def reasons(stage: Stage) -> list[str]:
@@ -102,7 +102,6 @@ def test_who_is_retracted_with_all_of_its_prompt_in_flight_still_ends() -> None:
     state = stage.scheduler.state
     retract(state, state.running[1])
     stage.play(embedding(1, 1))
-    (step,) = stage.of(StepOutput)
-    assert [output.embedding for output in step.sequences] == [b"12345678"]
+    assert [output.embedding for output in stage.outputs] == [b"12345678"]
     assert reasons(stage) == ["length"]
     assert stage.scheduler.is_idle

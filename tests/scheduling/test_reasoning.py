@@ -28,7 +28,7 @@ def test_the_limit_drops_what_is_in_flight_and_the_tag_is_computed_as_a_chunk() 
     stage = Stage(spec(depth=3, lead=3))
     stage.play(limited(outputs=(b"".join(n.to_bytes(4, "little") for n in (8, 50, 51, 52)),)))
     stage.play(result(1, {1: [53]}))
-    said, forced = [each for step in stage.of(StepOutput) for each in step.sequences]
+    said, forced = stage.outputs
     assert array_i32(said.token_ids).tolist() == [53]
     assert (forced.position, array_i32(forced.token_ids).tolist()) == (5, [1, 1, 2])
     (batch,) = stage.batches
@@ -38,7 +38,7 @@ def test_the_limit_drops_what_is_in_flight_and_the_tag_is_computed_as_a_chunk() 
     assert not stage.of(StepOutput), "a dropped result counts"
     stage.play(result(3, {1: [61]}))
     stage.play(result(4, {1: [70]}))
-    (output,) = stage.of(StepOutput)[0].sequences
+    (output,) = stage.outputs
     assert (output.position, array_i32(output.token_ids).tolist()) == (8, [70])
 
 

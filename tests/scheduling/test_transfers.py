@@ -42,8 +42,8 @@ def test_a_sequence_decodes_from_kv_that_was_computed_elsewhere() -> None:
     [pages] = transfer.pages
     assert len(array_i32(pages)) == 2
     stage.play(ready())
-    [output] = stage.of(StepOutput)
-    assert array_i32(output.sequences[0].token_ids).tolist() == [42]
+    [output] = stage.outputs
+    assert array_i32(output.token_ids).tolist() == [42]
     decode = stage.batches[0]
     assert (ids(decode), array_i32(decode.kv_lens).tolist()) == ([42], [5])
     assert array_i32(decode.expects).tolist() == [0]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aserve.messages.output import TokenLogprob
+from aserve.messages.base import array_i32, pack_i32
+from aserve.messages.scored import TokenLogprob
 from aserve.text.detokenize import ByteStream, TokenTexts
 from aserve.text.output import Released, SequenceText
 
@@ -42,9 +43,13 @@ def run(
 def joined(parts: list[Released]) -> Released:
     return Released(
         "".join(part.text for part in parts),
-        [token_id for part in parts for token_id in part.token_ids],
+        b"".join(part.token_ids for part in parts),
         tuple(entry for part in parts for entry in part.logprobs),
     )
+
+
+def ids_of(released: Released) -> list[int]:
+    return array_i32(released.token_ids).tolist()
 
 
 def words(*names: bytes) -> list[int]:
@@ -76,7 +81,7 @@ def test_a_stop_string_that_is_shown_is_released_at_once(
     released = joined(parts)
     assert shown.stop == hidden.stop
     assert released.text == without.text + (shown.stop or "")
-    assert released.token_ids == token_ids[: shown.num_kept]
+    assert ids_of(released) == token_ids[: shown.num_kept]
     assert shown.num_kept == shown.num_tokens, "the token that completes a stop has some of it"
     assert all(part.token_ids for part in parts[:-1]), "nothing is held back"
 
@@ -87,8 +92,8 @@ def test_text_tokens_and_logprobs_end_at_the_same_token(
 ) -> None:
     output = sequence(*stops)
     released = joined(run(output, token_ids))
-    assert released.token_ids == token_ids[: output.num_kept]
-    assert [entry.token_id for entry in released.logprobs] == released.token_ids
+    assert ids_of(released) == token_ids[: output.num_kept]
+    assert [entry.token_id for entry in released.logprobs] == ids_of(released)
     if output.stop is not None:
         assert all(entry.text_offset < len(released.text) for entry in released.logprobs)
         full = b"".join(map(WORDS.__getitem__, token_ids)).decode("utf-8", "replace")
@@ -98,13 +103,13 @@ def test_text_tokens_and_logprobs_end_at_the_same_token(
 def test_text_that_may_become_a_stop_string_is_held_back_with_its_tokens() -> None:
     """Trap 15: a stop string split over tokens never shows its beginning."""
     output = sequence("abba")
-    parts = [(part.text, part.token_ids) for part in run(output, words(b"b", b"ab", b"ba"))]
+    parts = [(part.text, ids_of(part)) for part in run(output, words(b"b", b"ab", b"ba"))]
     assert parts == [("b", words(b"b")), ("", []), ("", []), ("", [])]
     assert (output.stop, output.num_kept) == ("abba", 1)
 
 
 def test_held_text_comes_with_its_tokens_once_it_cannot_become_a_stop() -> None:
-    parts = [(part.text, part.token_ids) for part in run(sequence("abb"), words(b"ab", b"a", b"a"))]
+    parts = [(part.text, ids_of(part)) for part in run(sequence("abb"), words(b"ab", b"a", b"a"))]
     letter = ("a", words(b"a"))
     assert parts == [("", []), ("ab", words(b"ab")), letter, letter]
 
@@ -112,4 +117,38 @@ def test_held_text_comes_with_its_tokens_once_it_cannot_become_a_stop() -> None:
 def test_a_stop_counts_only_after_min_tokens() -> None:
     output = sequence("a", min_tokens=2)
     parts = joined(run(output, words(b"a", b"a", b"b", b"a", b"b")))
-    assert (parts.text, parts.token_ids) == ("aab", words(b"a", b"a", b"b"))
+    assert (parts.text, ids_of(parts)) == ("aab", words(b"a", b"a", b"b"))
+
+
+@given(
+    st.lists(st.lists(st.integers(0, len(WORDS) - 1), max_size=4), max_size=8),
+    STOPS,
+    st.sets(st.integers(0, 8)),
+    st.integers(0, 9),
+)
+def test_tokens_that_are_fed_together_are_those_that_are_fed_alone(
+    runs: list[list[int]], stops: list[str], takes: set[int], stops_from: int
+) -> None:
+    """Also before and after stop strings that come while the sequence runs."""
+    alone, together = sequence(), sequence()
+    parts: list[tuple[Released, Released]] = []
+    for number, token_ids in enumerate(runs):
+        if number == stops_from:
+            parts.append((alone.take(), together.take()))
+            alone.add_stops(tuple(stops))
+            together.add_stops(tuple(stops))
+        for token_id in token_ids:
+            if alone.stop is None:
+                alone.feed(token_id)
+        together.feed_all(pack_i32(token_ids))
+        if number in takes:
+            parts.append((alone.take(), together.take()))
+        if alone.stop is not None:
+            break
+    for each in (alone, together):
+        each.finish()
+    parts.append((alone.take(), together.take()))
+    assert [one for one, _ in parts] == [other for _, other in parts]
+    assert (alone.stop, alone.num_kept, alone.num_tokens, alone.text_len) == (
+        *(together.stop, together.num_kept, together.num_tokens, together.text_len),
+    )

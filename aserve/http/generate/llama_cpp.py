@@ -26,7 +26,8 @@ from aserve.http.rendering import Output, answer, field_names, one_or_list
 from aserve.http.route import get, post
 from aserve.http.sse import EVENT_STREAM, KEEP_ALIVE
 from aserve.http.state import HttpContext, origin_of
-from aserve.messages.output import OutputChunk, TokenLogprob
+from aserve.messages.output import OutputChunk
+from aserve.messages.scored import TokenLogprob
 
 NEVER = -100.0  # the strongest bias
 N_PREDICT = Range(-2, INT32)  # negative numbers mean the rest of the context

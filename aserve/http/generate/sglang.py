@@ -31,7 +31,8 @@ from aserve.http.rendering import Output, answer, field_names, one_or_list
 from aserve.http.route import post
 from aserve.http.sse import DONE, EVENT_STREAM, KEEP_ALIVE
 from aserve.http.state import HttpContext, origin_of
-from aserve.messages.output import OutputChunk, PromptToken, TokenLogprob
+from aserve.messages.output import OutputChunk
+from aserve.messages.scored import PromptToken, TokenLogprob
 
 T = TypeVar("T")
 

@@ -25,7 +25,8 @@ from aserve.http.rendering import Output, answer, field_names
 from aserve.http.route import get, post
 from aserve.http.sse import EVENT_STREAM, KEEP_ALIVE
 from aserve.http.state import HttpContext, origin_of
-from aserve.messages.output import OutputChunk, PromptToken, TokenLogprob
+from aserve.messages.output import OutputChunk
+from aserve.messages.scored import PromptToken, TokenLogprob
 
 DEFAULT_MAX_TOKENS = 100
 

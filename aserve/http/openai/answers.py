@@ -13,8 +13,9 @@ from msgspec import UNSET, UnsetType
 
 from aserve.http.openai.call import Call
 from aserve.messages.base import FinishReason
-from aserve.messages.output import OutputChunk, PromptToken, TokenLogprob, TopLogprob, Usage
+from aserve.messages.output import OutputChunk, Usage
 from aserve.messages.requests import SamplingParams
+from aserve.messages.scored import PromptToken, TokenLogprob, TopLogprob
 
 
 class PromptDetails(msgspec.Struct):

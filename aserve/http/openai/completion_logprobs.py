@@ -8,8 +8,9 @@ import msgspec
 
 from aserve.http.long_json import JsonList
 from aserve.http.openai.answers import spelled
-from aserve.messages.output import OutputChunk, PromptToken, TokenLogprob
+from aserve.messages.output import OutputChunk
 from aserve.messages.requests import SamplingParams
+from aserve.messages.scored import PromptToken, TokenLogprob
 
 
 class Logprobs(msgspec.Struct):

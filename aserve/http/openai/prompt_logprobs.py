@@ -8,8 +8,8 @@ import msgspec
 
 from aserve.errors import InvalidRequest
 from aserve.http.openai.schema import ChatBody, CompletionBody
-from aserve.messages.output import PromptPart, PromptToken
 from aserve.messages.requests import SamplingParams
+from aserve.messages.scored import PromptPart, PromptToken
 
 
 class PromptLogprob(msgspec.Struct):

@@ -19,7 +19,8 @@ from aserve.http.responses.body import TextConfig, TextFormat
 from aserve.http.responses.event_maker import EventMaker
 from aserve.http.responses.events import Event
 from aserve.http.responses.records import ResponseObject
-from aserve.messages.output import OutputChunk, TokenLogprob, TopLogprob, Usage
+from aserve.messages.output import OutputChunk, Usage
+from aserve.messages.scored import TokenLogprob, TopLogprob
 from aserve.unread import merge
 
 CLIENT_EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)
