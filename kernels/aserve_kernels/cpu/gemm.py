@@ -35,11 +35,13 @@ from aserve_kernels.cpu.simd import (
     FLOAT32X16,
     HAS_AVX512,
     HAS_AVX512_BF16,
+    IN_L2,
     INDEX,
     INT16X16,
     INT32X16,
     LANES,
     Intrinsic,
+    emit_prefetch,
 )
 
 Int32s: TypeAlias = npt.NDArray[np.int32]
@@ -48,6 +50,10 @@ DPBF16PS = "llvm.x86.avx512bf16.dpbf16ps.512"
 ROWS, VECTORS = (8, 2) if HAS_AVX512 else (6, 1)  # of a tile
 OUTPUTS = VECTORS * LANES  # of a packed block of the weight
 WORD, HALF_WORD = ir.IntType(32), ir.IntType(16)
+# Vectors of weights by which prefetches into the L2 cache are ahead: they cross the end of a page,
+# where the hardware's stop. PERF: AVX2, Qwen3-0.6B's layers and head in bfloat16, 2 threads, 1, 2,
+# 4, 8, 32 rows, time over that without: 0.92, 0.95, 0.86, 0.83, 0.92. Not measured with AVX-512.
+AHEAD = 0 if HAS_AVX512 else 64
 # PERF: the rows that pass over the weights together stay in the L2 cache.
 BLOCK_BYTES = 1 << 18
 
@@ -314,6 +320,9 @@ class TileEmitter:
         builder = self._builder
         start = builder.gep(weights, [builder.mul(step, INDEX(VECTORS))])
         loaded = [self._load(start, number) for number in range(VECTORS)]
+        if AHEAD:
+            for number in range(VECTORS):
+                emit_prefetch(builder, builder.gep(start, [INDEX(AHEAD + number)]), IN_L2)
         if not self._is_mixed:
             self._add_input(sums, sources, loaded, step)
             return
