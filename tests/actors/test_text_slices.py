@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 from collections import Counter
 from collections.abc import Iterable
 
@@ -21,8 +22,10 @@ from aserve.actors.text_slices import (
 )
 from aserve.channel import Channel, yield_to_loop
 from aserve.messages.base import array_i32, pack_i32
+from aserve.messages.changes import Amended
 from aserve.messages.output import (
     DetokenizerEvent,
+    NextTokens,
     OutputChunk,
     Retired,
     SequenceOutput,
@@ -103,6 +106,77 @@ def told(chunks: list[OutputChunk], child: int) -> list[object]:
     ids = [i for chunk in own for i in array_i32(chunk.token_ids).tolist()]
     text = "".join(chunk.text for chunk in own)
     return [tokens, scores, ids, text, own[-1].finish_reason, own[-1].usage]
+
+
+def steps_of(numbers: random.Random) -> list[StepOutput | Retired]:
+    """Steps of a few requests with two children. Some sequences have a record in a step, and some
+    have no part in it.
+    """
+    events: list[StepOutput | Retired] = []
+    running = {(f"r{number}", child): 0 for number in range(4) for child in range(2)}
+    chosen = list(running)
+    for step in range(12):
+        if numbers.random() < 0.4:
+            chosen = [key for key in running if numbers.random() < 0.7]
+        alone = {key for key in chosen if numbers.random() < 0.1}
+        outputs = {}
+        for request_id, child in filter(running.__contains__, chosen):
+            position = running[request_id, child]
+            running[request_id, child] += 1
+            token_ids = pack_i32([5 + numbers.randrange(200)])
+            output = SequenceOutput(request_id, child, position, token_ids, 0)
+            outputs[request_id, child] = output
+        columns = [output for key, output in outputs.items() if key not in alone]
+        records = tuple(output for key, output in outputs.items() if key in alone)
+        events.append(StepOutput(step, records, next_tokens_of(columns) if columns else None))
+        if numbers.random() < 0.2:
+            request_id, child = numbers.choice(list(running))
+            num_outputs = running.pop((request_id, child))
+            events.append(Retired(request_id, child, "length", num_outputs))
+    return events
+
+
+def next_tokens_of(outputs: list[SequenceOutput]) -> NextTokens:
+    return NextTokens(
+        tuple(output.request_id for output in outputs),
+        pack_i32([output.child for output in outputs]),
+        pack_i32([output.position for output in outputs]),
+        b"".join(output.token_ids for output in outputs),
+        pack_i32([output.cached_len for output in outputs]),
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_columns_of_several_steps_say_what_their_outputs_say_one_by_one(seed: int) -> None:
+    opened = [OpenText(f"r{number}", 3, SamplingParams(seed=1, n=2)) for number in range(4)]
+    events = steps_of(random.Random(seed))
+    alone: list[OutputChunk] = []
+    together: list[OutputChunk] = []
+    actor = actor_of(alone)
+    for event in [*opened, *events]:
+        for part in split(event):
+            assert not isinstance(part, Amended)
+            actor.advance(Part(part.request_id, [part]))
+    actor = actor_of(together)
+    for parts in slices([*opened, *events], lambda _: 2):
+        for each in parts:
+            actor.advance(each)
+    by_child = [said(chunks) for chunks in (alone, together)]
+    assert by_child[0] == by_child[1]
+    assert any(len(array_i32(chunk.token_ids)) > 1 for chunk in together)
+
+
+def said(chunks: list[OutputChunk]) -> dict[tuple[str, int], tuple[str, bytes, object]]:
+    keys = sorted({(chunk.request_id, chunk.child) for chunk in chunks})
+    own = {key: [each for each in chunks if (each.request_id, each.child) == key] for key in keys}
+    return {
+        key: (
+            "".join(chunk.text for chunk in own[key]),
+            b"".join(chunk.token_ids for chunk in own[key]),
+            (own[key][-1].usage, own[key][-1].finish_reason),
+        )
+        for key in keys
+    }
 
 
 async def test_other_work_has_its_turn_between_two_slices() -> None:

@@ -5,8 +5,16 @@ from __future__ import annotations
 from aserve.errors import BugError
 from aserve.http.forwarding import merged
 from aserve.http.peers import Peers, owner_of
+from aserve.messages.base import pack_i32
 from aserve.messages.changes import Amend, Amended
-from aserve.messages.output import DetokenizerEvent, Refused, Retired, SequenceOutput, StepOutput
+from aserve.messages.output import (
+    DetokenizerEvent,
+    NextTokens,
+    Refused,
+    Retired,
+    SequenceOutput,
+    StepOutput,
+)
 from aserve.processes.frontends import RoutedOutputs
 
 NUMBERS = (0, 1, 12)
@@ -38,6 +46,24 @@ async def test_each_frontend_gets_what_is_about_its_requests_in_order() -> None:
         (1, StepOutput(7, (second, again))),
         (12, StepOutput(7, (third,))),
         *zip((1, 12, 0), others, strict=True),
+    ]
+
+
+def test_each_frontend_gets_its_part_of_the_next_tokens() -> None:
+    sent: list[tuple[int, DetokenizerEvent]] = []
+    outputs = RoutedOutputs(lambda number, message: sent.append((number, message)))
+    ids = [Peers(number).new_id() + "-0" for number in NUMBERS]
+    order = (1, 0, 1)  # frontends by their place among the numbers
+    columns = [pack_i32([10 * place + column for place in range(3)]) for column in range(4)]
+    tokens = NextTokens(tuple(ids[each] for each in order), *columns)
+    record = SequenceOutput(ids[2], 0, 0, b"1234", 0)
+    outputs.send(StepOutput(7, (record,), tokens))
+    second = NextTokens((ids[1], ids[1]), *[pack_i32([each, 20 + each]) for each in range(4)])
+    first = NextTokens((ids[0],), *[pack_i32([10 + each]) for each in range(4)])
+    assert sent == [
+        (1, StepOutput(7, (), second)),
+        (0, StepOutput(7, (), first)),
+        (12, StepOutput(7, (record,))),
     ]
 
 

@@ -43,6 +43,16 @@ def test_trap_5_logprobs_are_cut_where_the_tokens_are() -> None:
     assert array_f32(cut.top_logprobs).tolist() == [0, 0, 1, 1]
 
 
+def test_one_row_has_logprobs_and_its_neighbour_the_token_alone() -> None:
+    stage = Stage(spec())
+    stage.play(request("a", [5, 6, 7]), request("b", [5, 6, 8]))
+    score = np.array([-1], np.float32).tobytes()
+    scored = RowLogprobs(row=2, chosen=score, top_ids=pack_i32([21]), top_logprobs=score)
+    stage.play(msgspec.structs.replace(result(1, {1: [20], 2: [21]}), logprobs=(scored,)))
+    given = [(output.request_id, output.token_ids, output.logprobs) for output in stage.outputs]
+    assert given == [("a", pack_i32([20]), ()), ("b", pack_i32([21]), (scored,))]
+
+
 def test_trap_14_a_request_that_can_never_fit_is_refused_at_once_with_the_numbers() -> None:
     stage = Stage(spec(num_pages=5, page_size=4))
     stage.play(request("big", [1] * 10, max_tokens=20))
