@@ -43,9 +43,9 @@ def array_i32(data: bytes) -> ArrayI32:
     return np.frombuffer(data, dtype=np.int32)
 
 
-def split_i32(data: bytes, num_values: int = 1) -> list[bytes]:
-    """Returns the pieces of so many values each."""
-    pieces: list[bytes] = np.frombuffer(data, (np.void, VALUE_BYTES * num_values)).tolist()
+def split_i32(data: bytes, width: int = 1) -> list[bytes]:
+    """Returns the pieces of an array that have `width` values each."""
+    pieces: list[bytes] = np.frombuffer(data, (np.void, VALUE_BYTES * width)).tolist()
     return pieces
 
 

@@ -47,7 +47,7 @@ class NextTokens(Record, frozen=True):
         return self.request_ids == other.request_ids and self.children == other.children
 
     def outputs(self, *later: NextTokens) -> Iterator[SequenceOutput]:
-        """Yields an output for each sequence. It has the tokens of the `later` steps too, which
+        """Returns an output for each sequence, with the tokens of the `later` steps as well, which
         are of the same sequences.
         """
         num_steps = 1 + len(later)

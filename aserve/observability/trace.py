@@ -20,7 +20,7 @@ from aserve.observability.reports import SchedulerTick
 
 MAX_REQUESTS = 1024
 MAX_EVENTS = 64
-MAX_STEPS = 8  # whose outputs are kept: 140 bytes for each of their rows
+MAX_STEPS = 8  # whose outputs are kept: at most 140 bytes for each of their rows
 
 
 # Time and event. PERF: an empty deque has 760 bytes, an empty list 56.

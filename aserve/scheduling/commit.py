@@ -85,7 +85,7 @@ def commit_tokens(state: SchedulerState, result: StepResult | SampleResult, step
     num_kept, looked_at = counts, is_odd.nonzero()[0].tolist()
     has_tokens_only = is_single and not result.logprobs and not np.count_nonzero(step.num_drafts)
     alone = looked_at if has_tokens_only else [*range(len(rows))]
-    outputs = dict(zip(alone, outputs_of(state, step, result, alone), strict=True))
+    outputs = outputs_of(state, step, result, alone) if alone else {}
     if looked_at:
         num_kept = counts.copy()
         for index in looked_at:

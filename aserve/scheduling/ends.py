@@ -4,7 +4,6 @@ output. The limit of reasoning is such an end, behind which other tokens follow.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import repeat
 
 import numpy as np
@@ -46,7 +45,7 @@ def next_tokens_of(table: RowTable, rows: Column, token_ids: ArrayI32) -> NextTo
 
 def outputs_of(
     state: SchedulerState, step: Step, result: StepResult | SampleResult, indices: list[int]
-) -> Iterator[SequenceOutput | None]:
+) -> dict[int, SequenceOutput | None]:
     """Returns the output of each of these rows of the step, as if it kept all its new tokens."""
     table, rows = state.table, step.rows[indices]
     token_ids = _split(result.tokens, array_i32(result.counts))
@@ -59,13 +58,14 @@ def outputs_of(
         table.cached_len[rows].tolist(),
     ]
     num_drafts = step.num_drafts[indices] * state.spec.decode.root_len  # a block has no drafts
-    return map(
+    outputs = map(
         SequenceOutput,
         *columns,
         [logprobs.get(row, ()) for row in rows.tolist()],
         *(repeat(None), repeat(None)),  # what a step computed for a prompt
         num_drafts.tolist(),
     )
+    return dict(zip(indices, outputs, strict=True))
 
 
 def kept_output(sequence: Sequence, output: SequenceOutput) -> SequenceOutput | None:
