@@ -64,7 +64,7 @@ class NextTokens(Record, frozen=True):
 
 
 class StepOutput(Message, frozen=True):
-    """What a step brought. `sequences` are others than those of `next_tokens`."""
+    """Tells what a step brought. No sequence is in both fields."""
 
     iteration: int
     sequences: tuple[SequenceOutput, ...] = ()

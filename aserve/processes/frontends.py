@@ -284,6 +284,7 @@ def _parts_of(output: StepOutput) -> dict[int, StepOutput]:
 
 
 def _tokens_of(tokens: NextTokens, indices: list[int]) -> NextTokens:
+    """Returns the tokens of the sequences at these places."""
     columns = (tokens.children, tokens.positions, tokens.token_ids, tokens.cached_lens)
     return NextTokens(
         tuple([tokens.request_ids[index] for index in indices]),
