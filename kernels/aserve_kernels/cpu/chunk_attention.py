@@ -250,7 +250,7 @@ def _multiply(
     for first in range(0, num_outputs, OUTPUTS):
         start = first * packed_inputs
         block = packed[start : start + OUTPUTS * num_inputs]
-        multiply_tile(x, block, zeros, out[first:], num_outputs, ROWS)
+        multiply_tile(x, (block, packed[:0]), zeros, out[first:], num_outputs, ROWS)
 
 
 @njit(inline="always")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
+from numba import njit
 
 Int64s: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
@@ -27,3 +28,16 @@ class HostRows:
     page_table: Int64s  # [max_rows + 1, pages]
     page_size: int
     queries: QueryRows
+
+
+@njit(inline="always")
+def find_slots(pages: Int64s, page_size: int, first: int, size: int, slots: Int64s) -> None:
+    """Writes the slots of `size` tokens of a row, from number `first` on."""
+    column = first // page_size
+    offset = first % page_size
+    for j in range(size):
+        slots[j] = pages[column] * page_size + offset
+        offset += 1
+        if offset == page_size:
+            offset = 0
+            column += 1

@@ -16,12 +16,11 @@ from numba import njit, prange, types
 from torch import Tensor
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, numba_type, widen
-from aserve_kernels.cpu.host_rows import NO_WINDOW, HostRows, Int64s
+from aserve_kernels.cpu.host_rows import NO_WINDOW, HostRows, Int64s, find_slots
 from aserve_kernels.cpu.online_softmax import fold_log2, softmax_update
 from aserve_kernels.cpu.paged_attention import (
     TILE,
     add_values,
-    find_slots,
     padded_width,
     score,
     tile_len,

@@ -56,6 +56,19 @@ def softmax_update(
 
 
 @njit(inline="always")
+def output_scale(
+    row_max: np.float32, row_sum: np.float32, sink: np.float32, value_scale: np.float32
+) -> np.float32:
+    """Returns the factor of a query's output after the last tile. A sink, which is -inf for none,
+    joins the sum like the score of a key with the value zero."""
+    if sink == -np.inf:
+        return value_scale / row_sum
+    excess = sink - row_max
+    rescale = power_of_two(-max(np.float32(0), excess))
+    return value_scale * rescale / (row_sum * rescale + power_of_two(min(np.float32(0), excess)))
+
+
+@njit(inline="always")
 def greatest(scores: Float32s) -> np.float32:
     """The maximum of a multiple of 16 scores.
 

@@ -2,12 +2,12 @@
 
     out = softmax(cap(scale * q k^T) + mask) v    a head's sink joins its softmax, without a value
 
-Keys and values are read through the page table, a tile at a time. Those of bfloat16 beside queries
-of bfloat16 are multiplied as they are stored where the processor has dot products of bfloat16;
-others are widened to float32. The query heads that share a KV head (grouped-query attention), of up
-to BLOCK queries and heads, share each tile; the softmax is online. Tiles lie at absolute positions,
-so a query's sums have the same order in every step. Work is divided among threads by row, block of
-queries and KV heads.
+Keys and values are read through the page table, a tile at a time. Those of bfloat16 are multiplied
+as they are stored, by queries of bfloat16 where the processor has dot products of those, else as
+split_attention.py does it; others are widened to float32. The query heads that share a KV head
+(grouped-query attention), of up to BLOCK queries and heads, share each tile; the softmax is online.
+Tiles lie at absolute positions, so a query's sums have the same order in every step. Work is
+divided among threads by row, block of queries and KV heads.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from numba import njit, prange, types
 from torch import Tensor
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, numba_type, widen
-from aserve_kernels.cpu.exp2 import LOG2_E, power_of_two
-from aserve_kernels.cpu.host_rows import NO_WINDOW, HostRows, Int64s
-from aserve_kernels.cpu.online_softmax import fold_log2, softmax_update
+from aserve_kernels.cpu.exp2 import LOG2_E
+from aserve_kernels.cpu.host_rows import NO_WINDOW, HostRows, Int64s, find_slots
+from aserve_kernels.cpu.online_softmax import fold_log2, output_scale, softmax_update
 from aserve_kernels.cpu.pair_rows import (
     PAIRS,
     load_even,
@@ -40,6 +40,7 @@ from aserve_kernels.cpu.simd import (
     store,
     zeros,
 )
+from aserve_kernels.cpu.split_attention import attend_split_block
 from aserve_kernels.paged_rows import PagedRows, Scoring, attend_ref
 
 TILE = 64  # the most keys of a tile
@@ -169,9 +170,11 @@ def attend_share(
     width = padded_width(keys)
     vectors = np.zeros((2, heads * query_len * group_size * width), np.float32)
     softmax = np.empty((heads * query_len * group_size, 2), np.float32)
-    tiles = np.zeros((2, tile_len(width) * width), np.float32)
+    is_split = keys.itemsize == 2 and keys.shape[2] % PAIRS == 0 and not has_dots(out)
+    tiles = np.zeros((2, 0 if is_split else tile_len(width) * width), np.float32)
     pairs = np.empty(vectors.shape[1], keys.dtype)
-    scores, slots = np.empty((2, TILE), np.float32), np.empty((4, TILE), np.int64)
+    scores = np.empty((len(softmax) if is_split else 2, TILE), np.float32)
+    slots = np.empty((4, TILE), np.int64)
     unit = 0
     for r in range(rows.shape[0]):
         for first in range(0, query_lens[r], query_len):
@@ -180,15 +183,28 @@ def attend_share(
                 unit += 1
                 if unit % num_workers != worker:
                     continue
+                own_q = q[starts[r] + first : starts[r] + last]
+                own_out = out[starts[r] + first : starts[r] + last]
+                position = lens[r] - query_lens[r] + first
+                last_head = min(head + heads, num_kv_heads)
+                if is_split:
+                    attend_split_block(
+                        own_q, keys, values, own_out, page_table[rows[r]], page_size,
+                        position, head, last_head, window, factor, cap, sinks, value_scale,
+                        vectors, softmax, scores, slots, tile_len(width),
+                    )  # fmt: skip
+                    continue
                 _attend_block(
-                    q[starts[r] + first : starts[r] + last],
-                    keys, values,
-                    out[starts[r] + first : starts[r] + last],
-                    page_table[rows[r]], page_size,
-                    lens[r] - query_lens[r] + first, head, min(head + heads, num_kv_heads),
-                    window, factor, cap, sinks, value_scale,
+                    own_q, keys, values, own_out, page_table[rows[r]], page_size,
+                    position, head, last_head, window, factor, cap, sinks, value_scale,
                     vectors, pairs, softmax, tiles, scores, slots,
                 )  # fmt: skip
+
+
+@njit(inline="always")
+def has_dots(out: Floats) -> bool:
+    """Returns whether pairs of bfloat16 are multiplied by one instruction."""
+    return HAS_AVX512_BF16 and out.itemsize == 2
 
 
 @njit(inline="always")
@@ -227,8 +243,7 @@ def _attend_block(
     tile_keys, tile_values = tiles[0], tiles[1]
     all_keys, all_values = keys.reshape(-1), values.reshape(-1)
     own_slots, next_slots, places, next_places = slots[0], slots[1], slots[2], slots[3]
-    has_pairs = HAS_AVX512_BF16 and keys.itemsize == 2 and out.itemsize == 2
-    is_paired = has_pairs and head_dim % PAIRS == 0
+    is_paired = has_dots(out) and keys.itemsize == 2 and head_dim % PAIRS == 0
     # PERF: two heads of a query weight the same values, which are loaded and widened once.
     num_together = 2 if is_paired and group_size % 2 == 0 else 1
     width = padded_width(keys)
@@ -301,13 +316,9 @@ def _attend_block(
         query = query_row // group_size % num_queries
         head = first_head + query_row // (group_size * num_queries)
         own_head = head * group_size + query_row % group_size
-        scale = value_scale / softmax[query_row, 1]
-        if sinks[own_head] != -np.inf:
-            # A sink joins the sum like the score of a key with the value zero.
-            excess = sinks[own_head] - softmax[query_row, 0]
-            rescale = power_of_two(-max(np.float32(0), excess))
-            sink = power_of_two(min(np.float32(0), excess))
-            scale = value_scale * rescale / (softmax[query_row, 1] * rescale + sink)
+        scale = output_scale(
+            softmax[query_row, 0], softmax[query_row, 1], sinks[own_head], value_scale
+        )
         for d in range(query_row * width, query_row * width + width):
             outputs[d] *= scale
         if is_paired:
@@ -376,19 +387,6 @@ def add_values(
         one = splat(np.float32(1))
         store(fma(a, c, one), outputs, start + i)
         store(fma(b, d, one), outputs, start + i + LANES)
-
-
-@njit(inline="always")
-def find_slots(pages: Int64s, page_size: int, first: int, size: int, slots: Int64s) -> None:
-    """Writes the slots of `size` tokens of a row, from number `first` on."""
-    column = first // page_size
-    offset = first % page_size
-    for j in range(size):
-        slots[j] = pages[column] * page_size + offset
-        offset += 1
-        if offset == page_size:
-            offset = 0
-            column += 1
 
 
 @njit(inline="always")

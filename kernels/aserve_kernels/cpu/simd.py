@@ -246,18 +246,25 @@ def _emit_dot_products(builder: Any, left: Any, rights: list[Any], num_vectors: 
 
 
 def horizontal_sums(builder: Any, vectors: list[Any]) -> Any:
-    """Sums sixteen vectors horizontally at once: lane i of the result is the sum of vector i.
+    """Sums 2, 4, 8 or 16 vectors horizontally at once: lane i of the result, which has as many
+    lanes, is the sum of vector i. How many there are changes no sum.
 
-    A tree of 15 additions, each of two vectors that are first blended into each other; one by one,
-    each vector would take four.
+    A tree of additions of two vectors that are first blended into each other, 15 for sixteen
+    vectors; one by one, each vector would take four.
     """
-    distance = LANES // 2
-    while distance:
+    distance, step = LANES // 2, LANES // len(vectors)
+    while len(vectors) > 1:
         low, high = blend_masks(distance)
         pairs = zip(vectors[: len(vectors) // 2], vectors[len(vectors) // 2 :], strict=True)
         vectors = [_emit_blended_sum(builder, a, b, low, high) for a, b in pairs]
         distance //= 2
-    return vectors[0]
+    [total] = vectors
+    while distance:
+        swapped = ir.Constant(INT32X16, [lane ^ distance for lane in range(LANES)])
+        total = builder.fadd(total, builder.shuffle_vector(total, total, swapped))
+        distance //= 2
+    kind = ir.VectorType(ir.IntType(32), LANES // step)
+    return builder.shuffle_vector(total, total, ir.Constant(kind, [*range(0, LANES, step)]))
 
 
 def blend_masks(distance: int) -> tuple[list[int], list[int]]:

@@ -13,7 +13,7 @@ import torch
 from aserve_kernels.cpu import paged_attention as op
 from aserve_kernels.cpu.host_rows import QueryRows
 from aserve_kernels.paged_rows import Scoring
-from tests.kernels.cpu.rows_case import make
+from tests.kernels.cpu.rows_case import Case, make
 
 ROWS = ((1, 1), (3, 64), (1, 65), (40, 150))
 
@@ -45,35 +45,55 @@ def test_keys_and_values_of_fp8_count_times_their_scales(head_dim: int, dtype: t
     torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-3)
 
 
-@pytest.mark.parametrize("head_dim", [24, 32])
-def test_queries_of_float32_read_keys_and_values_of_bfloat16(head_dim: int) -> None:
+@pytest.mark.parametrize("heads", [(6, 2), (4, 4), (8, 2)], ids=str)
+@pytest.mark.parametrize("head_dim", [24, 32, 128])
+def test_queries_of_float32_read_keys_and_values_of_bfloat16(
+    head_dim: int, heads: tuple[int, int]
+) -> None:
     op.compile_paged_attention(torch.float32, 1, torch.bfloat16)
-    case = make(ROWS, head_dim=head_dim, dtype=torch.float32)
-    stored = dataclasses.replace(
-        case, keys=case.keys.to(torch.bfloat16), values=case.values.to(torch.bfloat16)
-    )
-    stored.assert_equals_reference(partial(op.paged_attention, num_workers=1), Scoring(0.2, 90))
+    case = with_bfloat16_kv(make(ROWS, heads, head_dim=head_dim, dtype=torch.float32))
+    attend = partial(op.paged_attention, num_workers=1)
+    for window in (None, 1, 50, 90):
+        case.assert_equals_reference(attend, Scoring(0.2, window, softcap=3.0))
+
+
+def with_bfloat16_kv(case: Case) -> Case:
+    keys, values = (tensor.to(torch.bfloat16) for tensor in (case.keys, case.values))
+    return dataclasses.replace(case, keys=keys, values=values)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_sinks_join_the_softmax(num_workers: int) -> None:
     """A sink below all scores, sinks among them, and one so far above that nothing else is left."""
-    op.compile_paged_attention(torch.float32, num_workers)
     attend = partial(op.paged_attention, num_workers=num_workers)
     sinks = torch.tensor([-60.0, 0.0, 2.0, 300.0, -torch.inf, 1.0])
     case = make(ROWS, dtype=torch.float32)
-    case.assert_equals_reference(attend, Scoring(0.3, 90, sinks=sinks))
+    for stored in (case, with_bfloat16_kv(case)):
+        op.compile_paged_attention(torch.float32, num_workers, stored.keys.dtype)
+        stored.assert_equals_reference(attend, Scoring(0.3, 90, sinks=sinks))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtypes",  # of queries and of KV
+    [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16,) * 2],
+    ids=str,
+)
 @pytest.mark.parametrize("window", [None, 30, 90])
-@pytest.mark.parametrize("head_dim", [24, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "heads"), [(24, (6, 2)), (256, (6, 2)), (32, (8, 2))], ids=str
+)
 def test_a_query_gets_the_same_bits_in_whatever_step_it_is(
-    window: int | None, dtype: torch.dtype, head_dim: int
+    window: int | None,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    head_dim: int,
+    heads: tuple[int, int],
 ) -> None:
     """In a whole prefill, in chunks, and in decode steps."""
-    case = make(((200, 200),), head_dim=head_dim, dtype=dtype)
-    op.compile_paged_attention(dtype, 1)
+    dtype, kv_dtype = dtypes
+    case = make(((200, 200),), heads, head_dim=head_dim, dtype=dtype)
+    if kv_dtype == torch.bfloat16:
+        case = with_bfloat16_kv(case)
+    op.compile_paged_attention(dtype, 1, kv_dtype)
 
     def attended(ends: list[int]) -> torch.Tensor:
         out = torch.empty_like(case.q)
