@@ -854,6 +854,20 @@ MUTANTS = (
         "tests/processes/test_journal.py",
     ),
     Mutant(
+        "columns of a request that an engine before had, which are passed as they are",
+        "aserve/processes/journal.py",
+        "        self._resumed = set(self._open)\n",
+        "",
+        "tests/processes/test_journal.py",
+    ),
+    Mutant(
+        "a request that counts as resumed for ever",
+        "aserve/processes/journal.py",
+        "        self._resumed.discard(request_id)\n",
+        "",
+        "tests/processes/test_journal.py",
+    ),
+    Mutant(
         "next tokens that all go to one frontend",
         "aserve/processes/frontends.py",
         "indices[owner_of(request_id)].append(index)",

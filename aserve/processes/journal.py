@@ -83,7 +83,7 @@ class Journal:
         self._open: dict[str, _Entry] = {}  # by request id, in order of arrival
         self._suspects: deque[str] = deque()  # they wait for their trial
         self._on_trial = ""  # a request id
-        self._is_resumed = False  # an engine has died
+        self._resumed: set[str] = set()  # request ids that an engine before the one of now had
 
     def __len__(self) -> int:
         return len(self._open)
@@ -151,7 +151,6 @@ class Journal:
         """The engine has ended. Returns the final messages of the children whose cancel was under
         way.
         """
-        self._is_resumed = True
         self._suspects.clear()
         self._on_trial = ""
         ended: list[Retired | Refused] = []
@@ -159,6 +158,7 @@ class Journal:
             entry.is_sent = False
             entry.num_new = 0
             ended += self._finish_cancels(entry)
+        self._resumed = set(self._open)
         return ended
 
     def resume(self) -> list[RequestEvent]:
@@ -183,7 +183,7 @@ class Journal:
         return []
 
     def _receive_step(self, step: StepOutput) -> StepOutput | None:
-        if not self._is_resumed:
+        if not self._resumed:
             if step.next_tokens is not None:
                 self._note_tokens(step.next_tokens)
             for output in step.sequences:
@@ -194,8 +194,8 @@ class Journal:
         return StepOutput(step.iteration, sequences) if sequences else None
 
     def _note_tokens(self, tokens: NextTokens) -> None:
-        """Notes tokens of the first engine. PERF: as `_news_of` does, which would need a record for
-        each of them.
+        """Notes tokens of requests that no engine had before. PERF: as `_news_of` does, which would
+        need a record for each of them.
         """
         for request_id, index, token_id, cached_len in zip(
             tokens.request_ids,
@@ -252,6 +252,7 @@ class Journal:
     def _forget(self, request_id: str) -> bool:
         if self._on_trial == request_id:
             self._on_trial = ""
+        self._resumed.discard(request_id)
         return self._open.pop(request_id, None) is not None
 
     def _finish_cancels(self, entry: _Entry) -> list[Retired]:

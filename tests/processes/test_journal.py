@@ -23,6 +23,7 @@ from aserve.messages.base import array_i32, pack_i32
 from aserve.messages.changes import Amend, Amended, EngineJob, SequenceState
 from aserve.messages.output import (
     DetokenizerEvent,
+    NextTokens,
     OutputChunk,
     Refused,
     Retired,
@@ -271,6 +272,32 @@ def test_who_makes_progress_in_each_engine_is_never_suspected() -> None:
         [again] = journal.resume()
         assert isinstance(again, AdmitRequest)
         assert len(again.outputs[0]) == 4 * (start + module.MIN_PROGRESS)
+
+
+def test_steps_pass_as_they_are_once_no_request_is_left_of_the_engine_before() -> None:
+    """Until then all outputs are records, which keep what the first engine said."""
+    journal = opened(admit("old"))
+    journal.receive(output("old", 7))
+    journal.lose()
+    journal.admit(admit("new"), is_sent=True)
+    journal.resume()
+    both = NextTokens(
+        ("old", "new"), pack_i32([0, 0]), pack_i32([1, 0]), pack_i32([8, 5]), pack_i32([99, 3])
+    )
+    assert journal.receive(StepOutput(2, (), both)) == StepOutput(
+        2,
+        (
+            SequenceOutput("old", 0, 1, pack_i32([8]), 1),
+            SequenceOutput("new", 0, 0, pack_i32([5]), 3),
+        ),
+    )
+    assert journal.receive(Retired("old", 0, "stop", 2)) is not None
+    step = StepOutput(3, (), NextTokens(("new",), *map(pack_i32, ([0], [1], [6], [3]))))
+    assert journal.receive(step) is step
+    journal.lose()
+    [again] = journal.resume()
+    assert isinstance(again, AdmitRequest)
+    assert again.outputs == (pack_i32([5, 6]),)
 
 
 def test_a_changed_request_goes_on_as_it_was_changed() -> None:
