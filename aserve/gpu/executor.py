@@ -257,9 +257,10 @@ class TorchExecutor:
 
     def _copy_out(self, values: Tensor, read: Callable[[ArrayI32], Callable[[], None]]) -> HostCopy:
         """Copies values, int32 [n], to the host. `read` is called with them when they are there."""
-        slot = self._results.take(len(values))
-        event = self._device.copy_out(values, slot.prefix(len(values)))
-        copy = HostCopy(self._results, slot, len(values), event)
+        # PERF: `len` of a tensor is a call of Python.
+        slot = self._results.take(num_words := values.numel())
+        event = self._device.copy_out(values, slot.prefix(num_words))
+        copy = HostCopy(self._results, slot, num_words, event)
         self._land(event, lambda: read(copy.read()))
         return copy
 

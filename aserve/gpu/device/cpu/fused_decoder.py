@@ -62,6 +62,7 @@ class _Shared:
 
     logits: LogitsPlan
     rows: StepRows
+    has_adapters: bool
     layout: Layout
 
 
@@ -112,7 +113,7 @@ class CompiledForward:
         starts = batch.cu_query_lens.numpy()[:-1]
         own = QueryRows(rows, batch.lens.numpy(), starts, query_lens)
         slots = self._slots_of(rows, query_lens)
-        tables = self._tables_for(slots, capture)
+        tables = self._tables_for(bool(slots.any()), capture)
         ids = batch.input_ids.numpy()
         forward = partial(decoder_forward, ids, own, slots, tables, stream=stream)
         hidden, streams = self._of_ranks(len(ids), lambda num: forward(num_workers=num))
@@ -122,6 +123,9 @@ class CompiledForward:
     def can_step(self, plan: StepPlan) -> bool:
         """Whether each sampled row needs at most noise: no filters, penalties, masks, logprobs or
         prompt results."""
+        shared = self._shared
+        if shared is not None and shared.logits is plan.logits:
+            return True  # it repeats a plan that could
         is_short = len(plan.input_ids) == len(plan.rows) or plan.query_lens.max() <= FEW_TOKENS
         return (
             self._can_draw
@@ -143,7 +147,7 @@ class CompiledForward:
         ids, kv_lens = plan.input_ids.astype(np.int64), plan.kv_lens.astype(np.int64)
         work = partial(
             decoder_step,
-            *(ids, kv_lens, shared.rows, self._tables_for(shared.rows.slots, capture)),
+            *(ids, kv_lens, shared.rows, self._tables_for(shared.has_adapters, capture)),
             iteration=stamp_of(plan.iteration),
             is_block=is_block,
         )
@@ -161,12 +165,14 @@ class CompiledForward:
         windows = (1 + num_drafts) * is_sampled
         num_samples, num_logits = len(logits.rows), int(windows.sum())
         width = int(windows.max(initial=1))
+        slots = self._slots_of(rows, query_lens)
         return _Shared(
             logits,
             StepRows(
                 *(rows, plan.is_bound.astype(np.int64), query_lens, num_drafts, is_sampled),
-                *(self._slots_of(rows, query_lens), num_samples, num_logits, width),
+                *(slots, num_samples, num_logits, width),
             ),
+            bool(slots.any()),
             Layout(num_samples, width, num_logits, 0, 0, num_prompt_words=0),
         )
 
@@ -185,8 +191,8 @@ class CompiledForward:
         slots = self._state.tables.int_table.numpy()[rows, INT_COLUMNS.index("lora_slot")]
         return np.repeat(slots, query_lens)
 
-    def _tables_for(self, slots: Int64s, capture: HiddenCapture | None = None) -> Tables:
-        tables = self._adapted if slots.any() else self._plain
+    def _tables_for(self, has_adapters: bool, capture: HiddenCapture | None = None) -> Tables:
+        tables = self._adapted if has_adapters else self._plain
         if capture is None:
             return tables
         before_norm = [self._num_layers - 1] * capture.wants_before_norm
