@@ -30,13 +30,18 @@ async def test_a_bundled_drafter_needs_no_path_and_changes_no_answer(
     with ServerProcess(*options) as process:
         assert process.address, process.text
         async with process.client() as drafting:
-            answer = await drafting.chat.completions.create(
-                **CHAT, extra_body={"include_timings": True}, **fields
-            )
+            # How many windows there are follows from the times of steps: a busy machine has few,
+            # and an answer may have none.
+            timings: dict[str, Any] = {}
+            for _ in range(10):
+                answer = await drafting.chat.completions.create(
+                    **CHAT, extra_body={"include_timings": True}, **fields
+                )
+                assert answer.choices[0].message.content == expected
+                timings = (answer.usage.model_extra or {})["timings"] if answer.usage else {}
+                if "accept_len" in timings:
+                    break
         metrics = await asyncio.to_thread(process.get, "/metrics")
-    assert answer.choices[0].message.content == expected
-    timings = (answer.usage.model_extra or {})["timings"] if answer.usage else {}
-    # How many windows there are follows from the times of steps, so a busy machine has few.
     assert timings["accept_len"] > 1
     assert sum(timings["accept_histogram"]) == timings["draft_windows"] > 0
     for name, value in (

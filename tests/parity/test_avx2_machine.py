@@ -31,7 +31,7 @@ IS_LARGE = os.environ.get("ASERVE_TEST_PROFILE") == "large"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # the first time, all its kernels are compiled
+@pytest.mark.timeout(900)  # the first time, all its kernels are compiled
 def test_the_parity_tests_pass_with_no_instructions_beyond_avx2() -> None:
     chosen = (*TESTS, *MORE) if IS_LARGE else (*TESTS, *CHOSEN)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
