@@ -67,7 +67,8 @@ class ModelOptions:
     )
     dtype: str = option(
         "auto",
-        "dtype of weights and KV; auto: the fastest one on this machine",
+        "dtype of weights and KV; auto: the fastest one on this machine; a CPU without "
+        "instructions for bfloat16 multiplies such weights in float32",
         Limits(
             choices=("auto", "float32", "float64", "bfloat16", "float16"),
             value_aliases={"half": "float16", "float": "float32"},

@@ -40,7 +40,11 @@ class WeightRequest:
 
     @property
     def given(self) -> torch.dtype | None:
-        """The dtype that the user named, which is honoured exactly; None: `auto`."""
+        """The dtype that the user named; None: `auto`.
+
+        Weights and KV are of it. Products are too, unless the processor has none of bfloat16, which
+        are of float32 then.
+        """
         return None if self.dtype == "auto" else parse_dtype(self.dtype)
 
 

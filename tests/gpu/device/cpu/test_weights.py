@@ -72,7 +72,10 @@ TINY, SMALL = TINY_BYTES // 4, SMALL_BYTES // 4  # weights: the most that count 
         ("auto", SMALL, BARE, torch.float32, prepare),
         # Nothing is packed for products that the machine lacks.
         ("bfloat16", SMALL, AMX, torch.bfloat16, prepare_tiled),
-        ("bfloat16", LARGE, AVX2, torch.bfloat16, prepare),
+        ("bfloat16", TINY, AVX2, torch.bfloat16, prepare),
+        # Where it has none of bfloat16, weights of it are widened as they are multiplied.
+        ("bfloat16", LARGE, AVX2, torch.float32, prepare_bf16_stored),
+        ("bfloat16", TINY + 1, NO_BF16, torch.float32, prepare_bf16_stored),
         ("bfloat16", LARGE, OTHER, torch.bfloat16, prepare),
         ("bfloat16", LARGE, BARE, torch.bfloat16, prepare),
     ],
@@ -116,10 +119,13 @@ def test_without_bfloat16_only_a_tiny_model_computes_in_one_thread(
 
 @pytest.mark.parametrize("isa", [AMX, AVX2, OTHER, BARE])
 @pytest.mark.parametrize("name", ["float32", "float64", "bfloat16", "float16"])
-def test_a_dtype_that_is_named_is_honoured_exactly(name: str, isa: CpuIsa) -> None:
-    chosen = choose_cpu_format(WeightRequest(name, "bfloat16", LARGE), isa)
-    assert (chosen.dtype, chosen.about) == (getattr(torch, name), name)
+def test_a_dtype_that_is_named_is_that_of_weights_and_kv(name: str, isa: CpuIsa) -> None:
+    chosen = choose_cpu_format(WeightRequest(name, "float32", LARGE), isa)
+    named = getattr(torch, name)
+    assert chosen.weight_bits == 8 * named.itemsize
+    assert (chosen.kv_dtype or chosen.dtype) == named
     assert chosen.prepare is not prepare_fp16_stored
+    assert name in chosen.about
 
 
 def test_an_unknown_dtype_is_refused() -> None:
