@@ -47,6 +47,7 @@ class Recorded:
     q_dtype: torch.dtype
     kv_dtype: torch.dtype
     causal: bool = True
+    uniform_q_len: int | None = None  # of every row of a captured forward, as far as it was told
 
 
 @dataclass
@@ -309,6 +310,7 @@ class FakePrefill(FakeWrapper):
         causal: bool = False,
         window_left: int = -1,
         logits_soft_cap: float | None = None,
+        uniform_q_len: int | None = None,
     ) -> None:
         kernels = "fa3" if self.backend == "auto" else self.backend
         self.jit.load(f"prefill {kernels}{' window' * (window_left >= 0)}")
@@ -323,7 +325,7 @@ class FakePrefill(FakeWrapper):
                 qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len,
                 num_qo_heads, num_kv_heads, head_dim_qk, page_size,
                 sm_scale, window_left, logits_soft_cap or 0.0, q_data_type, kv_data_type,
-                causal=causal,
+                causal=causal, uniform_q_len=uniform_q_len,
             )
         )  # fmt: skip
         lens = _seq_lens(paged_kv_indptr, paged_kv_last_page_len, page_size)

@@ -4,6 +4,7 @@ else by their plan."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from aserve.gpu.device.base import GraphBreak
 from aserve.gpu.kv.layer_groups import AttentionInputs
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.messages.base import ArrayI32
-from tests.fakes.flashinfer import LISTED_IN_TORCH, FakeFlashInfer
+from tests.fakes.flashinfer import LISTED_IN_TORCH, FakeFlashInfer, FakePrefill
 from tests.gpu.attention.backend_parity import HEADS, Layout, fill, layer, random
 from tests.gpu.attention.test_flashinfer import site_of
 from tests.gpu.device_tables import device_batch
@@ -96,10 +97,31 @@ def test_a_refresh_is_one_call_of_the_compiled_planner(
     assert (len(package.plans), package.num_plans) == (before[0], before[1] + len(LENGTHS))
 
 
+@dataclass
+class EarlierPrefill(FakePrefill):
+    def plan(self, *args: Any, **more: Any) -> None:
+        assert "uniform_q_len" not in more
+        super().plan(*args, **more)
+
+
+class Earlier(FakeFlashInfer):
+    """A release that cannot be told how many queries each row has."""
+
+    def _prefill(self, *args: Any) -> FakePrefill:
+        made = super()._prefill(*args)
+        return EarlierPrefill(*(getattr(made, each.name) for each in fields(made) if each.init))
+
+
 @pytest.mark.parametrize("window", [None, 5])
-def test_captured_rows_may_have_several_queries(window: int | None) -> None:
+@pytest.mark.parametrize(("kind", "told"), [(FakeFlashInfer, 3), (Earlier, None)])
+def test_captured_rows_may_have_several_queries(
+    kind: type[FakeFlashInfer], told: int | None, window: int | None
+) -> None:
+    """A planner that is told how many are the same in every row makes no tiles for ragged ones."""
+    package = kind()
     layout = Layout(layer(window=window), page_size=4)
-    Replays(layout, StaticShape(4, 3, 40), FakeFlashInfer()).assert_right()
+    Replays(layout, StaticShape(4, 3, 40), package).assert_right()
+    assert {plan.uniform_q_len for plan in package.plans} == {told}
 
 
 class Hidden(FakeFlashInfer):

@@ -182,7 +182,7 @@ class FlashInfer:
                 self._wrappers.plan(
                     *(wrappers[kind], kind, arrays[kind.group]),
                     indices=listed.indices[starts[kind.group] : ends[kind.group]],
-                    is_decode=queries is Queries.DECODE,
+                    width=1 if queries is Queries.DECODE else None,
                     mask=listed.mask,
                 )
             made.append(PlanPart(rows, wrappers))

@@ -134,5 +134,5 @@ def _plan(wrappers: Wrappers, site: AttentionSite, kind: LayerKind, queries: Que
     if queries is Queries.TREES:
         mask = PackedMask(indices.new_zeros(query_len**2, dtype=torch.uint8), indices.new_zeros(2))
     wrapper = wrappers.make(kind, queries)
-    is_decode = queries is Queries.DECODE
-    wrappers.plan(wrapper, kind, host, indices=indices, is_decode=is_decode, mask=mask)
+    width = 1 if queries is Queries.DECODE else None
+    wrappers.plan(wrapper, kind, host, indices=indices, width=width, mask=mask)

@@ -164,7 +164,7 @@ class FlashStaticPlans:
         """Returns a call that plans `wrapper` from the numbers that are in the slot's arrays by
         then.
         """
-        query_lens, is_decode = _query_lens(shape), shape.width == 1
+        query_lens = _query_lens(shape)
 
         def fill(lens: ArrayI32) -> PlanArrays:
             slot.finish()
@@ -175,7 +175,7 @@ class FlashStaticPlans:
             self._wrappers.plan,
             *(wrapper, kind, fill(query_lens)),
             indices=self._ints(0),
-            is_decode=is_decode,
+            width=shape.width,
             mask=mask,
         )
         longest = np.full_like(query_lens, shape.max_len)
@@ -183,7 +183,7 @@ class FlashStaticPlans:
             wrapper, plan, [partial(fill, lens) for lens in (query_lens, longest)]
         )
         slot.finish()
-        if call is None and is_decode and not self._has_warned:
+        if call is None and shape.width == 1 and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "this FlashInfer release cannot be replanned in one call, so each replayed step "
