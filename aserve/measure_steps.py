@@ -11,9 +11,10 @@ import time
 from collections import deque
 from typing import Protocol
 
-from aserve.errors import EngineDead
+from aserve.errors import BugError, EngineDead
 from aserve.messages.base import pack_i32
 from aserve.messages.executor import EngineSpec, Executor, SchedulerEvent, Ticket
+from aserve.messages.output import Refused
 from aserve.messages.requests import AdmitRequest, Cancel, SamplingParams
 from aserve.messages.results import StepFailed, StepTimes
 from aserve.messages.step import Launch
@@ -41,7 +42,7 @@ async def warm_up(executor: WarmExecutor) -> list[StepTimes]:
     await executor.warm_up()
     caps = executor.spec.decode
     is_drafting = caps.max_tokens_per_step > caps.root_len and not caps.whole_windows
-    if not is_drafting or PROMPT_LEN + 1 + _room(executor.spec) > executor.spec.max_model_len:
+    if not is_drafting or PROMPT_LEN + 1 + _room(executor.spec) > _row_len(executor.spec):
         return []
     return [await measure_steps(executor)]
 
@@ -72,11 +73,13 @@ def _most_rows(spec: EngineSpec) -> int:
 
 
 def _row_len(spec: EngineSpec) -> int:
-    """Returns the tokens after which a row ends. One whose drafts are all accepted may begin anew
-    before the last turn."""
+    """Returns the tokens after which a row ends: it may have no more, or the pool has no pages for
+    more. One whose drafts are all accepted may begin anew before the last turn."""
     steps = MAX_TURNS * (spec.lead + 1 + STEPS)
     num_tokens = PROMPT_LEN + 2 + steps * (spec.decode.max_tokens_per_step + 2)
-    return min(num_tokens, spec.max_model_len)
+    pages = [group.num_pages - 1 for group in spec.groups if group.window is None]
+    room = [num_pages * spec.page_size - spec.decode.block_len for num_pages in pages]
+    return min(num_tokens, spec.max_model_len, *room)
 
 
 def _room(spec: EngineSpec) -> int:
@@ -152,6 +155,8 @@ class _Rows:
         for effect in self._scheduler.step(events):
             if isinstance(effect, Launch):
                 self._flights.append(self._executor.launch(*effect.batches))
+            elif isinstance(effect, Refused):
+                raise BugError(f"a request to measure steps was refused: {effect.error.message}")
 
 
 def _prompt(spec: EngineSpec) -> list[int]:

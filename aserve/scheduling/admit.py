@@ -32,15 +32,9 @@ from aserve.scheduling.transfers import await_kv
 
 def consider(state: SchedulerState, request: AdmitRequest) -> list[Sequence] | Refused:
     """Returns the sequences of a request, or its refusal with the numbers. It changes nothing."""
-    client = state.clients.find(request.client)
+    client, caps = state.clients.find(request.client), state.spec.decode
     children = [
-        Sequence(
-            request,
-            child=child,
-            arrival=state.arrivals + child,
-            client=client,
-            caps=state.spec.decode,
-        )
+        Sequence(request, child=child, arrival=state.arrivals + child, client=client, caps=caps)
         for child in range(request.sampling.n)
     ]
     refusal = _refusal(state, children, is_resumed=request.is_resumed)
@@ -221,3 +215,5 @@ def _take_row(state: SchedulerState, sequence: Sequence) -> None:
         state.masked[sequence.row] = sequence
     if is_awaiting:
         (await_kv if sequence.awaits_kv else await_load)(state, sequence)
+    elif sequence.remaining <= state.spec.decode.root_len:
+        state.draft_choice.note_decode(state.table, row)

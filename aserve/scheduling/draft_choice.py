@@ -133,6 +133,7 @@ class DraftChoice:
     def set_times(self, times: StepTimes, *, max_rows: int) -> None:
         """NOTE: where tokens depend on the windows, these do not depend on times and load."""
         if not self._caps.whole_windows:
+            self._worth_us = np.zeros(max_rows + 1)
             self._times = WindowTimes(times, max_rows=max_rows, tree=self._caps.tree)
 
     def fix(self, num_rows: int, num_drafts: int) -> None:
@@ -244,9 +245,10 @@ class DraftChoice:
         distance = np.where(is_rare, RARE_DISTANCE, ATTEMPT_DISTANCE) << table.num_attempts[rows]
         table.next_attempt[rows] = table.num_tokens[rows] + distance
 
-    def note_transfer(self, table: RowTable, row: int) -> None:
-        """A row decodes from KV that came from elsewhere, without a prefill that would tell of it.
-        Its drafter has followed no step of it, and the last choice may hold for a former request.
+    def note_decode(self, table: RowTable, row: int) -> None:
+        """A row begins with a decode, without a prefill that would tell of it: its KV is cached or
+        came from elsewhere, or its prompt is one token. Its drafter has followed no step of it, and
+        the last choice may hold for a former request.
         """
         if self.is_on and self._is_own(table, slice(None))[row]:
             table.num_cut[row] = self._most  # until a choice names it

@@ -86,7 +86,7 @@ def end_load(state: SchedulerState, event: KvLoaded) -> None:
     if state.cache.has_windows:
         cache.release_behind(transfer.allocation, sequence.committed_len)
     if sequence.remaining <= state.spec.decode.root_len:
-        state.draft_choice.note_transfer(state.table, sequence.row)
+        state.draft_choice.note_decode(state.table, sequence.row)
 
 
 def _note_hit(state: SchedulerState, sequence: Sequence) -> None:

@@ -52,7 +52,8 @@ def has_pages(state: SchedulerState, sequence: Sequence, num_tokens: int) -> boo
 
 def _open_prefix(state: SchedulerState, sequence: Sequence, keys: PageKeys, *, rank: int) -> bool:
     """Locks the cached prefix, unless a running row is about to commit the page behind it. KV is
-    awaited only if a page of it or more is missing.
+    awaited only if a page of it or more is missing, and by a sequence that would run alone only if
+    all its pages are there: nobody else would give it the others.
     """
     page_size, cache = state.spec.page_size, state.cache.ranks[rank]
     prefix, most = cached_prefix(state, sequence, keys, rank=rank)
@@ -65,10 +66,12 @@ def _open_prefix(state: SchedulerState, sequence: Sequence, keys: PageKeys, *, r
     if sequence.awaits_kv:
         # The transfer may leave the last token to be computed here.
         skipped_len = sequence.tokens.num - 1
+    needed_len = sequence.tokens.num if sequence.awaits_kv else skipped_len
+    may_wait = sequence.awaits_kv and state.rows.num_taken_of(rank) > 0
     sequence.allocation = cache.open(prefix, skipped_len=skipped_len)
-    if sequence.num_stored and not has_pages(state, sequence, skipped_len):
+    if skipped_len and not may_wait and not has_pages(state, sequence, needed_len):
         cache.close(sequence.allocation, keys, num_pages=0)
-        sequence.num_stored = 0
+        sequence.num_stored, sequence.awaits_kv = 0, False
         sequence.allocation = cache.open(prefix)
     return True
 

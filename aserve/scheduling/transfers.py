@@ -102,5 +102,5 @@ def end_transfer(state: SchedulerState, event: KvReady | KvFailed) -> None:
         tokens=event.token_ids,
         logprobs=tuple(msgspec.structs.replace(record, row=row) for record in event.logprobs),
     )
-    state.draft_choice.note_transfer(state.table, row)
+    state.draft_choice.note_decode(state.table, row)
     commit_tokens(state, brought, transfer.step)

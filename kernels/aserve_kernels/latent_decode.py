@@ -24,6 +24,9 @@ from aserve_kernels.paged_rows import PagedRows, Scoring, attend_ref
 from aserve_kernels.paged_tiles import LOG2_E, KvSplits, empty_state, padded, score_factors
 
 HEADS_PER_PROGRAM = 32  # NOTE: not measured; 32 x 512 accumulators take 64 registers per thread
+# Their queries beside two tiles of latents take 104 KiB at DeepSeek's sizes where a GPU has no
+# asynchronous products (compute capability 8.9), and half as many heads 86 KiB.
+LARGE_SHARED_BYTES = 112 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,8 @@ def latent_decode(
     if num_tokens == 0:
         return
     value_dim = out.shape[2]
-    block_m = min(padded(num_heads), HEADS_PER_PROGRAM)
+    has_room = splits.chip.shared_bytes >= LARGE_SHARED_BYTES
+    block_m = min(padded(num_heads), HEADS_PER_PROGRAM if has_room else HEADS_PER_PROGRAM // 2)
     num_blocks = triton.cdiv(num_heads, block_m)
     # Enough tokens fill the device without splits. NOTE: two values alone, because each one is a
     # compilation, which warm-up must have seen.

@@ -60,7 +60,8 @@ from tests.gpu.device_tables import make_tables, to_device
 from tests.kernels import paged_case
 from tests.kernels.lora_case import Shape, draw_case
 
-AMPERE, HOPPER = 80, 90
+AMPERE, ADA, HOPPER = 80, 89, 90
+SHARED_BYTES = {AMPERE: 163 << 10, ADA: 99 << 10, HOPPER: 227 << 10}  # that a program may use
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 # Kernels whose loop over tiles must be software-pipelined with asynchronous copies (cp.async).
 PIPELINED = (
@@ -83,6 +84,7 @@ class Compiler:
         self._target = GPUTarget("cuda", capability, 32)
         self._backend = make_backend(self._target)
         self._is_early = capability >= HOPPER
+        self._shared_bytes = SHARED_BYTES[capability]
 
     def compile(self, calls: Iterable[Callable[[], object]]) -> None:
         JITFunction.run = lambda kernel, *args, grid, warmup, **kwargs: self.run(
@@ -102,10 +104,12 @@ class Compiler:
         options, *parts = kernel._pack_args(self._backend, kwargs, bound, specialisation, given)
         source = ASTSource(kernel, *parts)
         made = triton.compile(source, target=self._target, options=vars(options))
+        shared = made.metadata.shared
+        assert shared <= self._shared_bytes, f"{name} takes {shared} bytes of shared memory"
         is_early = self._is_early and name.endswith(EARLY)
         assert options.launch_pdl == is_early, f"{name} is launched early, or is not"
         assert ("griddepcontrol.wait" in made.asm["ptx"]) == is_early, f"{name} waits, or does not"
-        if name.endswith(PIPELINED):
+        if name.endswith(PIPELINED) and options.num_stages > 1:
             assert "cp.async" in made.asm["ptx"], f"{name} has no asynchronous copies"
 
 
@@ -228,15 +232,16 @@ def call_paged(**changes: object) -> None:
 def call_latent_decode(
     num_tokens: int = 2,
     *,
-    kv_dtype: torch.dtype = BF16,
+    dtype: torch.dtype = BF16,
+    kv_dtype: torch.dtype | None = None,
     fixed_split: int | None = None,
     has_trees: bool = False,
 ) -> None:
     """The sizes of DeepSeek-V3."""
     lens, starts = torch.tensor([5] * num_tokens), torch.arange(num_tokens + 1)
     paged = PagedRows(zeros(9, 8, dtype=torch.int64), 16, lens, lens, starts, max_len=4096)
-    q, out = zeros(num_tokens, 128, 576), zeros(num_tokens, 128, 512)
-    latents = zeros(16, 1, 576, dtype=kv_dtype)
+    q, out = (zeros(num_tokens, 128, size, dtype=dtype) for size in (576, 512))
+    latents = zeros(16, 1, 576, dtype=kv_dtype or dtype)
     seen = zeros(num_tokens, 4, dtype=torch.bool)
     latent_decode(
         q, latents, paged, Scoring(0.1), out=out, splits=KvSplits(fixed_split=fixed_split),
@@ -323,6 +328,14 @@ EARLY_CALLS: tuple[Callable[[], object], ...] = (
     lambda: call_rope_and_store_kv(BF16),
     call_few_rows_linear,
 )
+LATENTS: tuple[Callable[[], object], ...] = (
+    lambda: call_latent_decode(500),
+    lambda: call_latent_decode(has_trees=True),
+    lambda: call_latent_decode(kv_dtype=FP8),
+    lambda: call_latent_decode(kv_dtype=FP8, has_trees=True),
+    lambda: call_latent_decode(fixed_split=1024),
+    lambda: call_latent_decode(dtype=torch.float32, has_trees=True),
+)
 # Kernels and variants that no step in STEPS launches.
 OTHERS: tuple[Callable[[], object], ...] = (
     *PRODUCTS,
@@ -333,10 +346,7 @@ OTHERS: tuple[Callable[[], object], ...] = (
     lambda: call_paged(has_trees=True, scoring=Scoring(0.1, window=30)),
     lambda: call_paged(scoring=Scoring(0.1, is_causal=False)),
     lambda: call_paged(scoring=Scoring(0.1, window=30, is_causal=False)),
-    lambda: call_latent_decode(500),
-    lambda: call_latent_decode(has_trees=True),
-    lambda: call_latent_decode(kv_dtype=FP8),
-    lambda: call_latent_decode(fixed_split=1024),
+    *LATENTS,
     lambda: call_invariant_linear(WIDE_FROM),
     call_fp8_linear,
     call_few_rows_linear,
@@ -372,6 +382,7 @@ def launched_kernels() -> set[str]:
 def main() -> None:
     """Prints each kernel and the number of specialisations that the steps launch of it."""
     Compiler(AMPERE).compile((*PRODUCTS, *EARLY_CALLS))
+    Compiler(ADA).compile(LATENTS)
     hopper, state = Compiler(HOPPER), make_tables()
     hopper.compile(partial(launch_step, *step, state) for step in STEPS)
     for name, kinds in sorted(hopper.kinds.items()):

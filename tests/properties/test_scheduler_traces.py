@@ -104,6 +104,7 @@ def specs(draw: st.DrawFn) -> EngineSpec:
     tree = draw(st.none() | st.builds(DraftTree, max_depth=st.integers(1, 4)))
     most = draw(st.sampled_from([1, 1, 2, 3])) if tree is None else 5
     root_len = draw(st.sampled_from([1, 1, 1, 0])) if tree is None else 1
+    is_chain = tree is None and root_len > 0
     return EngineSpec(
         page_size=page_size,
         groups=tuple(groups),
@@ -121,7 +122,8 @@ def specs(draw: st.DrawFn) -> EngineSpec:
             root_len=root_len,
             mixes_prefill=draw(st.booleans()),
             tree=tree,
-            key_lookahead=draw(st.sampled_from([0, 0, 1])) if tree is None and root_len else 0,
+            key_lookahead=draw(st.sampled_from([0, 0, 1])) if is_chain else 0,
+            continues_repeats=is_chain and draw(st.booleans()),
         ),
         names_shared_pages=draw(st.booleans()),
         max_mixed_prefill_tokens=draw(st.sampled_from([None, 1, 4])),

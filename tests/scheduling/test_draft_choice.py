@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -26,6 +27,7 @@ from aserve.scheduling.repeats import LENGTHS, MOST_MISALIGNED, match_level, mat
 from aserve.scheduling.rows import Column, RowTable
 from aserve.scheduling.step_times import MIN_GAIN, WindowTimes, expected
 from aserve.scheduling.token_log import TokenLog
+from tests.scheduling.stage import Stage, request, result, spec
 
 COUNTS = (1, 4, 16, 64)
 PLAIN = (1.1, 1.3, 2.2, 6.2)
@@ -380,6 +382,20 @@ def test_rows_without_matches_try_few_windows_until_one_finds_what_others_said(
     assert not any(drafts[:TRIAL_DISTANCE])
     found = np.count_nonzero(drafts)
     assert found >= num_windows if answers else found == num_windows
+
+
+def test_a_row_that_begins_with_a_decode_drafts_only_once_a_choice_names_it() -> None:
+    """Its prompt is one token, and the choice that its former request has left still holds."""
+    caps = DecodeCaps(max_tokens_per_step=3, continues_repeats=True)
+    stage = Stage(msgspec.structs.replace(spec(depth=1, lead=1, max_rows=1), decode=caps))
+    stage.play(StepTimes((1, 5), (1.0, 2.0), {0: (1.1, 2.2), 2: (2.85, 5.7)}, {}))
+    for name in ("a", "b"):
+        stage.play(request(name, [7], max_tokens=4))
+        for token in (50, 51, 52, 53):
+            [batch] = stage.batches
+            assert batch.verify is None
+            stage.play(result(batch.iteration, {1: [token]}))
+        assert stage.batches == []
 
 
 def test_windows_that_decide_about_tokens_depend_on_no_times() -> None:

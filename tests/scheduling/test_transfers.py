@@ -4,10 +4,12 @@ ends with one last message and no page lost, whatever happens meanwhile.
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from aserve.errors import StepError
 from aserve.messages.base import CancelReason, array_i32, pack_i32
+from aserve.messages.executor import GroupSpec
 from aserve.messages.output import Retired, StepOutput
 from aserve.messages.requests import Cancel, FailRequest
 from aserve.messages.results import StepFailed, StepTimes
@@ -78,6 +80,17 @@ def test_drafts_begin_when_the_drafter_has_followed_a_step_of_the_row() -> None:
         assert batch.verify is None or is_followed
         is_followed = not batch.skips_drafter
         stage.play(result(batch.iteration, {1: [50]}))
+
+
+def test_a_sequence_that_is_alone_without_pages_for_all_its_kv_computes_it_here() -> None:
+    """Its cached prefix locks a page of the window's group, which is full without it."""
+    groups = (GroupSpec("full", 22), GroupSpec("window", 5, window=2))
+    stage = Stage(msgspec.structs.replace(spec(page_size=1, depth=1, lead=1), groups=groups))
+    stage.play(request("b", PROMPT[:1], max_tokens=1))
+    stage.play(result(1, {1: [50]}))
+    stage.play(request("a", PROMPT, awaits_kv=True))
+    assert stage.of(ReceiveKv) == []
+    assert array_i32(stage.batches[0].kv_lens).tolist() == [1]
 
 
 def test_a_token_that_ends_the_sequence_is_its_only_one() -> None:

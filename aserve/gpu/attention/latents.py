@@ -32,6 +32,7 @@ from aserve.gpu.attention.base import (
     AttentionUnavailable,
     StaticPlans,
 )
+from aserve.gpu.device.cuda.runtime import to_device
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec, Mask
 from aserve.gpu.kv.pools import KvPools, LayerKv
 from aserve.gpu.kv.store import byte_view, from_kv_dtype, store_latents
@@ -258,16 +259,16 @@ def part_of(
     own_starts = np.cumsum(query_lens) - query_lens
     token_to_row = np.repeat(np.arange(len(query_lens)), query_lens)
     offsets = np.arange(int(query_lens.sum())) - own_starts[token_to_row]
-    rows = torch.from_numpy(np.flatnonzero(which)).to(device)
-    tokens = torch.from_numpy(starts[which][token_to_row] + offsets).to(device)
+    rows = to_device(np.flatnonzero(which), device)
+    tokens = to_device(starts[which][token_to_row] + offsets, device)
     own = DeviceBatch(
         iteration=batch.iteration,
         rows=batch.rows.index_select(0, rows),
         query_lens=batch.query_lens.index_select(0, rows),
         kv_lens=batch.kv_lens.index_select(0, rows),
         input_ids=batch.input_ids.index_select(0, tokens),
-        token_to_row=torch.from_numpy(token_to_row).to(device),
-        offsets=torch.from_numpy(offsets).to(device),
+        token_to_row=to_device(token_to_row, device),
+        offsets=to_device(offsets, device),
         query_lens_cpu=query_lens,
         len_bounds_cpu=batch.len_bounds_cpu[which],
     )

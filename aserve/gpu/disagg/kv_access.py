@@ -20,6 +20,7 @@ from torch import Tensor
 
 from aserve.errors import ConfigError
 from aserve.gpu.device.base import Device
+from aserve.gpu.device.cuda.runtime import to_device
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.step.resolve import DeviceState
 from aserve.messages.base import array_i32
@@ -155,7 +156,7 @@ class TorchKvAccess:
         packed, start = torch.frombuffer(values, dtype=torch.uint8).to(device), 0
         slots = [self._slots(group_pages, first, first + len(ids)) for group_pages in pages]
         if layers is None or not layers.start:
-            tokens = torch.from_numpy(ids.copy()).to(device)
+            tokens = to_device(ids.copy(), device)
             _store(self._pools[0].token_pool, slots[0], tokens)
         for layer in self._layers if layers is None else self._layers[layers.start : layers.stop]:
             self._clear_last(layer, pages[layer.group], first, first + len(ids))
@@ -176,7 +177,7 @@ class TorchKvAccess:
     def _slots(self, pages: bytes, first: int, stop: int) -> Tensor:
         size, positions = self._pools[0].page_size, np.arange(first, stop)
         slots = array_i32(pages)[positions // size].astype(np.int64) * size + positions % size
-        return torch.from_numpy(slots).to(self._pools[0].device)
+        return to_device(slots, self._pools[0].device)
 
 
 def _run_here(work: Callable[[], T]) -> Future[T]:

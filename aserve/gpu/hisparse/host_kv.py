@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from aserve.cache.layout import GroupLayout
+from aserve.gpu.device.cuda.runtime import to_device
 from aserve.gpu.hisparse.hot_rows import NOWHERE, HotRows
 from aserve.gpu.hisparse.memory import KIB, MIB, row_bytes
 from aserve.gpu.kv.layer_groups import LayerSpec
@@ -111,12 +112,12 @@ class PrefillStaging:
         device, bounds = batch.rows.device, batch.len_bounds_cpu.astype(np.int64)
         first = np.cumsum(bounds) - bounds
         of_row = np.repeat(np.arange(len(bounds)), bounds)
-        positions = torch.from_numpy(np.arange(len(of_row)) - first[of_row]).to(device)
-        indices = torch.from_numpy(of_row).to(device)
+        positions = to_device(np.arange(len(of_row)) - first[of_row], device)
+        indices = to_device(of_row, device)
         is_key = positions < batch.lens[indices]
         self._slots = pools.slots(0, batch.rows[indices], positions * is_key)
         self._rows = torch.arange(len(of_row), device=device).where(is_key, NOWHERE)
-        self._first = torch.from_numpy(first).to(device)
+        self._first = to_device(first, device)
         self._total = len(of_row)
 
     def write(self, layer: LayerSpec, latents: Tensor) -> None:

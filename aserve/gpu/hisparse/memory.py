@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from aserve.cache.layout import GroupLayout
@@ -33,21 +32,18 @@ def host_memory(device: Device) -> HostMemory:
         case "cpu":
             return HostMemory(device.zeros, copy_rows, is_shared=True)
         case "cuda":
+            from aserve.gpu.device.cuda.runtime import pinned_zeros
             from aserve_kernels.copy_rows import copy_rows as copy_on_device
 
             def copy(source: Tensor, source_rows: Tensor, target: Tensor, rows: Tensor) -> None:
                 copy_on_device(byte_view(source), source_rows, byte_view(target), rows)
 
-            return HostMemory(_pinned_zeros, copy, is_shared=False)
+            return HostMemory(pinned_zeros, copy, is_shared=False)
         case other:
             raise ConfigError(
                 f"--enable-hisparse does not support the device {other}; leave it out",
                 param="enable_hisparse",
             )
-
-
-def _pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.zeros(shape, dtype=dtype, pin_memory=True)
 
 
 def kv_budget(

@@ -27,11 +27,15 @@ ASKED = [
 
 
 def make(
-    algorithm: str | None, *, max_model_len: int | None = None, **options: Any
+    algorithm: str | None,
+    *,
+    num_pages: int = 160,
+    max_model_len: int | None = None,
+    **options: Any,
 ) -> TorchExecutor:
     given = SpecOptions(algorithm, bundled_drafters=DRAFTERS_DIR, **options) if algorithm else None
     settings = BuildOptions(
-        MODEL_DIR, num_pages=160, max_rows=6, max_model_len=max_model_len, speculative=given
+        MODEL_DIR, num_pages=num_pages, max_rows=6, max_model_len=max_model_len, speculative=given
     )
     return build_executor(settings)
 
@@ -52,6 +56,15 @@ def test_tokens_after_the_measurement_are_those_of_plain_decoding(algorithm: str
     served = serve(make(algorithm), ASKED, measures=True)
     assert served.outputs == serve(make(None), ASKED).outputs
     assert served.num_resyncs == 0
+
+
+@pytest.mark.parametrize(("num_pages", "num_counts"), [(3, 0), (12, 1), (30, 1)])
+def test_a_pool_that_holds_hardly_a_row_is_measured_as_far_as_it_goes(
+    num_pages: int, num_counts: int
+) -> None:
+    """A row without room for the steps of one kind is not measured at all."""
+    counts = [len(times.num_rows) for times in measured(make("STANDALONE", num_pages=num_pages))]
+    assert counts == [num_counts] * (num_counts > 0)
 
 
 def test_each_kind_of_step_is_measured_for_as_many_rows_as_there_are(

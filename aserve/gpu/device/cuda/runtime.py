@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from aserve.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +106,38 @@ class CudaRuntime(Protocol):
         """
 
     def growth(self, run: Callable[[], None]) -> int:
-        """Returns the peak of allocated bytes during `run`, less what was allocated before."""
+        """Returns the peak of allocated bytes during `run`, less what stays allocated after it,
+        such as graphs: that is part of `memory` from then on."""
 
     def synchronize(self) -> None:
         """Blocks until the device has done all its work."""
+
+
+def to_device(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    """Returns the values on a device, of whatever kind. The host does not wait for a stream: torch
+    keeps the pinned memory until the copy is done."""
+    tensor = torch.from_numpy(values)
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Returns zeros in pinned memory of the host, of exactly their size.
+
+    WHY not pin_memory: torch rounds each block of it up to a power of two, and blocks may take half
+    of the host's memory.
+    """
+    memory = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    driver, address = torch.cuda.cudart(), memory.ctypes.data
+    if error := int(driver.cudaHostRegister(address, memory.nbytes, 0)):
+        raise ConfigError(
+            f"the host cannot pin {memory.nbytes} bytes (CUDA error {error}); lower what "
+            "--enable-hisparse keeps there (host_to_device_ratio), or raise `ulimit -l`",
+            param="enable_hisparse",
+        )
+    weakref.finalize(memory, driver.cudaHostUnregister, address).atexit = False
+    return torch.from_numpy(memory).view(dtype).view(shape)
 
 
 class SideStream:
@@ -180,13 +214,14 @@ class TorchCuda:
 
     def growth(self, run: Callable[[], None]) -> int:
         """Memory that torch's allocator reserves. What libraries allocate by themselves and keep is
-        part of `memory` afterwards."""
+        part of `memory` afterwards, as well."""
         self.memory()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
-        before = torch.cuda.memory_reserved(self.torch_device)
         run()
         torch.cuda.synchronize(self.torch_device)
-        return torch.cuda.max_memory_reserved(self.torch_device) - before
+        peak = torch.cuda.max_memory_reserved(self.torch_device)
+        self.memory()  # gives back what is only cached
+        return peak - torch.cuda.memory_reserved(self.torch_device)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

@@ -17,10 +17,11 @@ from aserve.errors import ConfigError
 from aserve.gpu.cudagraph.graphs import StepGraph, StepGraphs
 from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.gpu.decode.base import DecodeMode, OnPublish, StepRunner
+from aserve.gpu.device.base import slice_len_of
 from aserve.gpu.device.cuda import ops
 from aserve.gpu.device.cuda.device import CudaDevice
 from aserve.gpu.device.cuda.ops import prepare_invariant
-from aserve.gpu.device.cuda.runtime import Memory
+from aserve.gpu.device.cuda.runtime import Memory, pinned_zeros
 from aserve.gpu.device.ops import DeviceOps
 from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.kv.layer_groups import group_layers
@@ -315,6 +316,48 @@ def test_the_largest_steps_have_windows_of_all_rows(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Stumbling, "draft", noted)
     executor_on(FakeCuda(), mode=speculative(Stumbling(3)), num_pages=None, max_rows=4)
     assert seen == [(4, 3)]
+
+
+class FakeDriver:
+    """Registers memory, or refuses to."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.registered: dict[int, int] = {}
+        self._error = error
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        assert flags == 0
+        self.registered[address] = size
+        return self._error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+
+def test_the_host_pins_no_more_than_is_asked_for_and_as_long_as_it_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = FakeDriver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    zeros = pinned_zeros((5, 7), torch.bfloat16)
+    assert not zeros.any()
+    assert driver.registered == {zeros.data_ptr(): 70}
+    part = zeros[2:]
+    del zeros
+    assert len(driver.registered) == 1
+    del part
+    assert driver.registered == {}
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeDriver(error=2))
+    with pytest.raises(ConfigError, match=r"cannot pin 70 bytes \(CUDA error 2\); lower what"):
+        pinned_zeros((5, 7), torch.bfloat16)
+
+
+@pytest.mark.parametrize(("vocab_size", "slice_len"), [(10, 100), (9, 110), (999, 1), (2000, 1)])
+def test_slices_of_logits_begin_at_even_rows(vocab_size: int, slice_len: int) -> None:
+    device = CudaDevice(FakeCuda())
+    device.logits_elements = 1000
+    assert slice_len_of(device, vocab_size=vocab_size) == slice_len
 
 
 def no_zeros(_device: CudaDevice, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -7,12 +7,14 @@ import sys
 import threading
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from aserve.gpu.device.cuda.device import CudaDevice
-from aserve.gpu.device.cuda.runtime import TorchCuda
+from aserve.gpu.device.cuda.runtime import TorchCuda, pinned_zeros, to_device
+from aserve_kernels.copy_rows import copy_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -48,11 +50,37 @@ def test_growth_is_what_a_run_takes_at_most_and_memory_is_free_again_after_it(
         del first
         torch.empty(32 * MIB, dtype=torch.uint8, device=cuda.torch_device)
 
+    def keep() -> None:
+        run()
+        kept.append(torch.empty(64 * MIB, dtype=torch.uint8, device=cuda.torch_device))
+
+    kept: list[Tensor] = []
     before = cuda.memory()
     assert 64 * MIB <= cuda.growth(run) < 128 * MIB
     after = cuda.memory()
     assert after.total == before.total
     assert after.free >= before.free - MIB
+    assert cuda.growth(keep) < 64 * MIB  # what stays is part of the memory in use
+    assert cuda.memory().free < before.free - 32 * MIB
+
+
+def test_what_the_host_copies_to_the_device_waits_for_no_other_work(cuda: TorchCuda) -> None:
+    with CudaDevice(cuda).stream():
+        torch.cuda._sleep(LONG_CYCLES)
+        event = torch.cuda.Event()
+        event.record()
+        copied = to_device(np.arange(5), cuda.torch_device)
+        assert not event.query()
+    cuda.synchronize()
+    assert copied.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_the_device_reads_pinned_zeros(cuda: TorchCuda) -> None:
+    zeros, rows = pinned_zeros((3, 1000), torch.bfloat16), torch.arange(3).to(cuda.torch_device)
+    assert zeros.is_pinned()
+    target = torch.ones((3, 1000), dtype=torch.bfloat16, device=cuda.torch_device)
+    copy_rows(zeros, rows, target, rows)
+    assert not target.any()
 
 
 def refused_capture(device: CudaDevice, ask: Callable[[Tensor], object]) -> None:
