@@ -565,6 +565,21 @@ MUTANTS = (
         SKIPPED,
     ),
     Mutant(
+        "a row that begins with a decode keeps the choice of its former request",
+        "aserve/scheduling/admit.py",
+        "    elif sequence.remaining <= state.spec.decode.root_len:",
+        "    elif False:",
+        f"{CHOICE}::test_a_row_that_begins_with_a_decode_drafts_only_once_a_choice_names_it",
+    ),
+    Mutant(
+        "a sequence that is alone waits for pages that nobody gives it",
+        "aserve/scheduling/prefixes.py",
+        "    may_wait = sequence.awaits_kv and state.rows.num_taken_of(rank) > 0",
+        "    may_wait = sequence.awaits_kv",
+        "tests/scheduling/test_transfers.py"
+        "::test_a_sequence_that_is_alone_without_pages_for_all_its_kv_computes_it_here",
+    ),
+    Mutant(
         "windows that cost the account nothing",
         "aserve/scheduling/draft_choice.py",
         "self._credit(len(own), -price_us,",
