@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from aserve.gpu.attention.base import AttentionKind, Capabilities, own_plan
 from aserve.gpu.attention.reference import visible
+from aserve.gpu.device.cuda.runtime import to_device
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerGroup, LayerSpec, Mask
 from aserve.gpu.kv.pools import KvPools, LayerKv
 from aserve.gpu.kv.store import KV_DTYPES
@@ -91,11 +92,11 @@ class PagedSdpa:
         num_pages = -(-int(batch.len_bounds_cpu[members].max()) // self._pools.page_size)
         is_whole = len(members) == batch.num_rows
         is_even = bool((query_lens == query_len).all())
-        own = None if is_whole else torch.from_numpy(members).to(device)
+        own = None if is_whole else to_device(members, device)
         rows = batch.rows if own is None else batch.rows.index_select(0, own)
         lens = batch.lens if own is None else batch.lens.index_select(0, own)
         offsets = torch.arange(query_len, device=device)
-        real_query_lens = torch.from_numpy(query_lens).to(device)
+        real_query_lens = to_device(query_lens, device)
         positions = (lens - real_query_lens)[:, None] + offsets
         kv_positions = torch.arange(num_pages * self._pools.page_size, device=device)
         if is_whole and is_even:
@@ -104,9 +105,9 @@ class PagedSdpa:
             steps = np.minimum(np.arange(query_len), query_lens[:, None] - 1)
             padded = (starts[members][:, None] + steps).reshape(-1)
             real = np.flatnonzero((np.arange(query_len) < query_lens[:, None]).reshape(-1))
-            queries = torch.from_numpy(padded).to(device)
-            indices = None if is_even else torch.from_numpy(real).to(device)
-            tokens = torch.from_numpy(padded[real]).to(device)
+            queries = to_device(padded, device)
+            indices = None if is_even else to_device(real, device)
+            tokens = to_device(padded[real], device)
         tree = None
         if batch.tree_mask is not None:
             tree = batch.tree_mask if queries is None else batch.tree_mask.index_select(0, queries)

@@ -153,7 +153,7 @@ class TorchKvAccess:
         layers: range | None,
     ) -> None:
         ids, device = array_i32(token_ids), self._pools[0].device
-        packed, start = torch.frombuffer(values, dtype=torch.uint8).to(device), 0
+        packed, start = to_device(np.frombuffer(values, np.uint8), device), 0
         slots = [self._slots(group_pages, first, first + len(ids)) for group_pages in pages]
         if layers is None or not layers.start:
             tokens = to_device(ids.copy(), device)
