@@ -6,6 +6,7 @@ aiohttp parses and answers requests. `Connection` adds what a public server need
 - Idle connections are closed.
 - Bytes that are not HTTP get a JSON error, which does not repeat them.
 - Websocket frames must be masked.
+- An answer that only the close can end ends with its connection.
 
 All state is written on the loop.
 """
@@ -23,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
-from aiohttp import hdrs, web
+from aiohttp import HttpVersion11, hdrs, web
 from aiohttp.http_exceptions import LineTooLong
 
 from aserve.config import ServerOptions
@@ -71,6 +72,16 @@ async def listen(
         private = await loop.create_unix_server(connections, path, backlog=BACKLOG)
         listeners.append(private)
     return listeners
+
+
+async def close_after_unsized(request: web.Request, response: web.StreamResponse) -> None:
+    """Closes the connection after an answer without a length to a client of HTTP/1.0, which cannot
+    see its end otherwise.
+
+    WHY: aiohttp leaves it open if the client keeps connections.
+    """
+    if request.version < HttpVersion11 and response.content_length is None:
+        response.force_close()
 
 
 def address_of(listener: asyncio.Server, options: ServerOptions) -> str:

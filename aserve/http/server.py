@@ -22,7 +22,7 @@ from aserve.http.access_log import log_access
 from aserve.http.auth import IDENTITY, Access, read_keys
 from aserve.http.batches import handlers as batches
 from aserve.http.body import IGNORED
-from aserve.http.connection import address_of, listen, reason_of
+from aserve.http.connection import address_of, close_after_unsized, listen, reason_of
 from aserve.http.control.info import version
 from aserve.http.control.loads import load_reporter
 from aserve.http.cors import add_cors_headers, is_preflight, preflight_response
@@ -111,7 +111,7 @@ def create_app(context: HttpContext) -> web.Application:
     handlers = {handler_of(route, context): route for route in routes}
     app.add_routes([web.route(route.method, route.path, h) for h, route in handlers.items()])
     app[ACCESS] = {handler: access_of(route, options) for handler, route in handlers.items()}
-    app.on_response_prepare.extend((_add_headers, load_reporter(context)))
+    app.on_response_prepare.extend((_add_headers, load_reporter(context), close_after_unsized))
     return app
 
 

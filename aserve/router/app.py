@@ -17,6 +17,7 @@ from aiohttp.typedefs import Handler
 from aserve.config import Resolved
 from aserve.errors import AserveError, EngineDead
 from aserve.http.auth import Access, read_keys
+from aserve.http.connection import close_after_unsized
 from aserve.http.errors import RequestFailed, error_response, http_error_info, info_of, refused
 from aserve.http.forwarding import Headers, end_to_end
 from aserve.http.hosts import AllowedHosts
@@ -76,7 +77,7 @@ class Router:
     def app(self) -> web.Application:
         app = web.Application(client_max_size=self.server.max_body_size, middlewares=[self._border])
         app[PEERS] = ALONE
-        app.on_response_prepare.append(_add_server)
+        app.on_response_prepare.extend((_add_server, close_after_unsized))
         routes = {
             "/health": self.health,
             "/readyz": self.health,

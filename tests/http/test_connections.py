@@ -92,6 +92,24 @@ async def test_half_a_head_is_a_408_and_the_connection_ends(sent: bytes, is_firs
         assert (status, error["code"]) == (408, "request_timeout")
 
 
+@pytest.mark.parametrize("streams", [True, False])
+async def test_a_client_of_http_1_0_sees_the_end_of_every_answer(streams: bool) -> None:
+    """Without a length only the close ends an answer, also if the client keeps connections."""
+    body = json.dumps({"prompt": "a", "max_tokens": 3, "stream": streams}).encode()
+    head = (
+        "POST /v1/completions HTTP/1.0\r\nConnection: keep-alive\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    ).encode()
+    async with EchoEngine(keep_alive_timeout=LONG_S) as echo:
+        client = await Client.connect(echo, head + body)
+        if streams:
+            assert (await client.rest()).endswith(b"data: [DONE]\n\n")
+            return
+        for _ in range(2):
+            assert (await client.answer())[0] == 200
+            client.writer.write(head + body)
+
+
 class Written(asyncio.Transport):
     """A transport that keeps what is written to it, until it is closed."""
 

@@ -155,6 +155,21 @@ async def test_requests_pass_with_their_headers_query_and_body() -> None:
     assert f"Host: {replica.url.removeprefix('http://')}\r\n" in asked.head
 
 
+async def test_a_client_of_http_1_0_sees_the_end_of_a_stream() -> None:
+    """Without a length only the close ends an answer, also if the client keeps connections."""
+    events = written(CHUNKED, b"5\r\nabcde\r\n", b"0\r\n\r\n")
+    async with routed(StandIn(events), keep_alive_timeout=60) as (_, server):
+        port = int(server.address.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(
+            b"POST /v1/completions HTTP/1.0\r\nConnection: keep-alive\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
+        )
+        async with asyncio.timeout(10):
+            assert (await reader.read()).endswith(b"\r\n\r\nabcde")
+        writer.close()
+
+
 async def test_a_compressed_answer_passes_as_it_is() -> None:
     data = gzip.compress(b'{"id":"x"}' * 100, mtime=0)
     head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(data)
