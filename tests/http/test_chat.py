@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from tests.fakes.echo_engine import EchoEngine
-from tests.http.asking import prompts
+from tests.http.asking import ask, prompts
 
 HELLO: Any = [{"role": "user", "content": "hello 한"}]
 
@@ -68,6 +68,31 @@ async def test_content_may_be_parts_of_text(echo: EchoEngine) -> None:
     parts = [{"type": "text", "text": "ab"}, {"type": "text", "text": "cd"}]
     messages = [{"role": "developer", "content": "x"}, {"role": "user", "content": parts}]
     assert await prompt_of(echo, messages) == "s:x;u:abcd;"
+
+
+REFUSAL = [{"type": "text", "text": "I "}, {"type": "refusal", "refusal": "won't"}]
+
+
+@pytest.mark.parametrize("fields", [{"content": REFUSAL}, {"content": None, "refusal": "I won't"}])
+async def test_an_earlier_refusal_of_the_assistant_is_its_text(
+    echo: EchoEngine, fields: dict[str, Any]
+) -> None:
+    """Whichever way, also where the answer continues it and begins with it."""
+    messages = [{"role": "user", "content": "u"}, {"role": "assistant"} | fields]
+    assert await prompt_of(echo, messages) == "u:u;a:I won't;"
+    continued = {"add_generation_prompt": False, "continue_final_message": True, "echo": True}
+    body = {"messages": messages, "max_tokens": 1} | continued
+    answer = await ask(echo, "/v1/chat/completions", body)
+    assert answer.json["choices"][0]["message"]["content"].startswith("I won't")
+
+
+async def test_only_the_assistant_refuses(echo: EchoEngine) -> None:
+    with pytest.raises(openai.BadRequestError, match="content type 'refusal'"):
+        await prompt_of(echo, [{"role": "user", "content": REFUSAL}])
+    with pytest.raises(openai.BadRequestError, match="content'"):
+        await prompt_of(echo, [{"role": "user", "content": None, "refusal": "no"}])
+    user = {"role": "user", "content": "u", "refusal": "no"}
+    assert await prompt_of(echo, [user]) == "u:u;"
 
 
 async def test_an_image_is_refused_by_name(echo: EchoEngine) -> None:

@@ -129,7 +129,7 @@ def plan_of_body(body: ChatBody, parsers: ParserNames, grammar: Grammar | None) 
     has_echo = body.echo and last.role == "assistant"
     return replace(
         plan,
-        prefix=text_of(last.content, where="messages") if has_echo else "",
+        prefix=text_of(last, where="messages") if has_echo else "",
         has_functions=bytes(body.functions) != b"null",
     )
 

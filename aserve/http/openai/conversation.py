@@ -31,6 +31,7 @@ from aserve.text.template import RESERVED
 
 # Newer clients say developer; templates know it as system.
 PICTURES = frozenset({"image_url", "input_image"})  # types of parts
+REFUSAL = "refusal"  # the type of a part that only the assistant's messages have
 Content: TypeAlias = str | list[ContentPart] | None
 ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "assistant", "tool")}
 
@@ -170,17 +171,17 @@ def _to_plain_text(message: ChatMessage, index: int) -> ChatMessage:
             param=f"{where}.role",
             code="invalid_value",
         )
-    if message.content is None and not (role == "assistant" and message.tool_calls):
+    may_be_empty = role == "assistant" and (message.tool_calls or message.refusal)
+    if message.content is None and not may_be_empty:
         raise InvalidRequest(
             f"Missing required parameter: '{where}.content'.",
             param=f"{where}.content",
             code="missing_required_parameter",
         )
     calls = message.tool_calls and [_with_parsed_arguments(call) for call in message.tool_calls]
-    content = message.content
     return ChatMessage(
         role,
-        content_of(content, where=where) if role == "user" else text_of(content, where=where),
+        content_of(message, where=where) if role == "user" else text_of(message, where=where),
         name=message.name,
         tool_calls=calls,
         tool_call_id=message.tool_call_id,
@@ -199,11 +200,11 @@ def _with_tools(message: ChatMessage) -> ChatMessage:
     return msgspec.structs.replace(message, tool_calls=calls, function_call=None)
 
 
-def content_of(content: Content, *, where: str) -> str | list[ContentPart]:
-    """Returns the text of a content, or its parts if there are pictures among them."""
-    if not isinstance(content, list):
-        return text_of(content, where=where)
-    parts = parts_of(content, where=where)
+def content_of(message: ChatMessage, *, where: str) -> str | list[ContentPart]:
+    """Returns the text of a message, or its parts if there are pictures among them."""
+    if not isinstance(message.content, list):
+        return text_of(message, where=where)
+    parts = parts_of(message.content, where=where)
     return parts if pictures_of(parts) else "".join(part.text or "" for part in parts)
 
 
@@ -254,10 +255,14 @@ def _without_urls(message: ChatMessage) -> ChatMessage:
     return msgspec.structs.replace(message, content=parts)
 
 
-def text_of(content: str | list[ContentPart] | None, *, where: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(texts_of(content, kinds=("text",), where=where))
+def text_of(message: ChatMessage, *, where: str) -> str:
+    """Returns the text of a message, to which a refusal of the assistant's belongs."""
+    is_assistant = message.role == "assistant"
+    content = message.content
+    if isinstance(content, list):
+        kinds = ("text", REFUSAL) if is_assistant else ("text",)
+        content = "".join(texts_of(content, kinds=kinds, where=where))
+    return (content or "") + ((is_assistant and message.refusal) or "")
 
 
 def texts_of(content: list[ContentPart], *, kinds: Collection[str], where: str) -> list[str]:
@@ -268,14 +273,15 @@ def texts_of(content: list[ContentPart], *, kinds: Collection[str], where: str) 
 
 
 def text_part(part: ContentPart, index: int, *, kinds: Collection[str], where: str) -> str:
-    if part.type not in kinds or part.text is None:
+    text = part.refusal if part.type == REFUSAL else part.text
+    if part.type not in kinds or text is None:
         raise InvalidRequest(
             "This model supports text input only; received unsupported content type "
             f"'{part.type[:40]}'.",
             param=f"{where}.content[{index}]",
             code="unsupported_content_type",
         )
-    return part.text
+    return text
 
 
 def _with_parsed_arguments(call: ToolCall) -> ToolCall:

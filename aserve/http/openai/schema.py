@@ -88,6 +88,7 @@ class ContentPart(msgspec.Struct, omit_defaults=True):
     type: str
     text: str | None = None
     image_url: ImageUrl | str | None = None
+    refusal: str | None = None
 
 
 class PicturePart(ContentPart, kw_only=True):
@@ -195,7 +196,7 @@ class ToolCall(msgspec.Struct):
 
 class ChatMessage(msgspec.Struct, omit_defaults=True):
     """A message. `function_call` is the older form of `tool_calls`, and `reasoning` another name
-    of `reasoning_content`.
+    of `reasoning_content`. A `refusal` is text of the assistant's.
     """
 
     role: str
@@ -206,6 +207,7 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
     reasoning_content: str | None = None
     reasoning: str | None = None
     function_call: FunctionCall | None = None
+    refusal: str | None = None
 
 
 class FunctionSpec(msgspec.Struct):

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import msgspec
 
 from aserve.errors import InvalidRequest
-from aserve.http.openai.conversation import parts_of, pictures_of, texts_of
+from aserve.http.openai.conversation import REFUSAL, parts_of, pictures_of, texts_of
 from aserve.http.openai.schema import ChatMessage, ContentPart, FunctionCall, PicturePart, ToolCall
 from aserve.http.responses.body import InputItem
 from aserve.http.responses.records import (
@@ -29,6 +29,7 @@ from aserve.http.responses.records import (
 )
 
 TEXT_PARTS = ("input_text", "output_text", "text")
+ASSISTANT_PARTS = (*TEXT_PARTS, REFUSAL)
 REASONING_PARTS = ("reasoning_text", "summary_text", "text")
 SUMMARY = "Summary of the conversation so far: "
 MAX_ITEMS = 16_384  # items of a conversation: the template renders all of them in each turn
@@ -228,7 +229,8 @@ def _message(item: InputItem, message_id: str, *, where: str) -> Message:
         if pictures_of(parts):
             texts = tuple(part.text for part in parts if part.text is not None)
             return Message(message_id, item.role, texts, tuple(parts))
-    return Message(message_id, item.role, _texts(item.content, TEXT_PARTS, where=where))
+    kinds = ASSISTANT_PARTS if item.role == "assistant" else TEXT_PARTS
+    return Message(message_id, item.role, _texts(item.content, kinds, where=where))
 
 
 def _summary(item: InputItem, param: str) -> str:

@@ -115,6 +115,15 @@ async def test_messages_come_as_texts_parts_and_earlier_outputs(echo: EchoEngine
     assert prompts(echo)[-1] == "s:i;s:d;a:u:hello 한;;u:abcd;"
 
 
+async def test_an_earlier_refusal_is_text_of_the_assistant_only(echo: EchoEngine) -> None:
+    parts = [{"type": "output_text", "text": "I "}, {"type": "refusal", "refusal": "won't"}]
+    said: Any = {"type": "message", "role": "assistant", "content": parts}
+    await ask(echo, input=[said, {"role": "user", "content": "u"}], max_output_tokens=1)
+    assert prompts(echo)[-1] == "a:I won't;u:u;"
+    with pytest.raises(openai.BadRequestError, match="content type 'refusal'"):
+        await ask(echo, input=[said | {"role": "user"}])
+
+
 async def test_the_format_of_the_text_is_a_grammar_and_is_shown(echo: EchoEngine) -> None:
     asked: Any = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
     made = await ask(echo, text={"format": asked})
