@@ -13,6 +13,7 @@ import msgspec
 from aiohttp import web
 
 from aserve.errors import ConfigError, InvalidRequest, NotFound
+from aserve.http.body import parse_body
 from aserve.router.balancer import Balancer, Replica
 from aserve.router.fleet import Fleet, Registry
 from aserve.router.upstream import check_address
@@ -75,10 +76,9 @@ class Admin:
         if self.fleet is None:
             raise InvalidRequest("The router was not started by `aserve serve --replicas N`.")
         try:
-            body = msgspec.json.decode(await request.read(), type=CountBody)
-            leaving = self.fleet.scale(body.count)
-        except (msgspec.MsgspecError, ConfigError) as error:
-            raise InvalidRequest(f"The body must be {{'count': ...}}: {error}") from None
+            leaving = self.fleet.scale(parse_body(await request.read(), CountBody).count)
+        except ConfigError as error:
+            raise InvalidRequest(str(error)) from None
         for address in leaving:
             self._remove(address)
         return self._answer()
@@ -109,7 +109,6 @@ class Admin:
 
 async def _address_in(request: web.Request) -> str:
     try:
-        body = msgspec.json.decode(await request.read(), type=ReplicaBody)
-        return check_address(body.url)
-    except (msgspec.MsgspecError, ConfigError) as error:
-        raise InvalidRequest(f"The body must be {{'url': ...}}: {error}") from None
+        return check_address(parse_body(await request.read(), ReplicaBody).url)
+    except ConfigError as error:
+        raise InvalidRequest(str(error), param="url") from None

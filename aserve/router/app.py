@@ -37,12 +37,12 @@ from aserve.router.policies import Demand
 from aserve.router.prefixes import block_digests
 from aserve.router.proxy import STARTED_S, Exchange, Proxy
 from aserve.router.rate_limits import RateLimits
-from aserve.router.request_facts import NO_FACTS, RequestFacts, facts_of
+from aserve.router.request_facts import NO_FACTS, TOKEN_BYTES, RequestFacts, facts_of
 from aserve.router.upstream import CANNOT_CONNECT, GONE, Call, Upstream, check_address
 
 logger = logging.getLogger(__name__)
 
-USAGE = re.compile(rb'"total_tokens"\s*:\s*(\d+)')
+USAGE = re.compile(rb'"total_tokens"\s*:\s*(\d{1,15})')
 OF_THE_CONNECTION = frozenset({"host", "content-length"})
 CLIENT = web.RequestKey("client", str)
 LIMITS = web.RequestKey("limits", dict[str, str])
@@ -121,7 +121,8 @@ class Router:
             try:
                 load = await self.proxy.upstreams[address].probe()
                 self.balancer.probed(address, load=load)
-            except GONE as error:
+            # WHY: an address may also be one that no connection can be made to (ValueError).
+            except (*GONE, ValueError) as error:
                 self.balancer.failed(address, is_down=isinstance(error, CANNOT_CONNECT))
             if replica.state != before:
                 logger.info("replica address=%s state=%s before=%s", address, replica.state, before)
@@ -158,20 +159,26 @@ class Router:
         return await self._limited(exchange, facts)
 
     async def _limited(self, exchange: Exchange, facts: RequestFacts) -> web.StreamResponse:
-        """Serves a request within the rate limits of its client."""
+        """Serves a request within the rate limits of its client. A request that fails costs no
+        tokens; one whose client goes before the end stays charged by the estimate.
+        """
         client, now_s = exchange.request[CLIENT], time.monotonic()
+        num_tokens = facts.num_prompt_tokens + facts.max_output_tokens
         try:
-            self.rates.admit(client, facts.num_tokens, now_s)
+            charged = self.rates.admit(client, num_tokens, now_s)
         except RequestFailed:
             self.metrics.limited.inc()
             exchange.request[LIMITS] = self.rates.headers(client, now_s)
             raise
         exchange.headers.update(self.rates.headers(client, now_s))
         exchange.keeps_tail = "tokens" in self.rates.limits
-        response = await self.proxy.forward(exchange)
-        used = USAGE.findall(exchange.tail)
-        if used:
-            self.rates.correct(client, charged=facts.num_tokens, used=int(used[-1]))
+        try:
+            response = await self.proxy.forward(exchange)
+        except (AserveError, RequestFailed):
+            self.rates.correct(client, charged=charged, used=0)
+            raise
+        used = _used_tokens(exchange, facts, charged) if response.status < 400 else 0
+        self.rates.correct(client, charged=charged, used=used)
         return response
 
     async def _read(self, request: web.Request) -> bytes | None:
@@ -273,6 +280,17 @@ def _headers(request: web.Request) -> Headers:
         *(each for each in kept if each[0].lower() != "x-forwarded-for"),
         ("X-Forwarded-For", f"{before}, {peer}" if before else peer),
     ]
+
+
+def _used_tokens(exchange: Exchange, facts: RequestFacts, charged: int) -> int:
+    """Returns the usage in an answer. One without is estimated, at no more than was charged: an
+    event of a stream is a token.
+    """
+    told = USAGE.findall(exchange.tail)
+    if told:
+        return int(told[-1])
+    num_output = exchange.num_events or exchange.num_bytes // TOKEN_BYTES
+    return min(charged, facts.num_prompt_tokens + num_output)
 
 
 def _resumed(request: web.Request) -> list[str]:

@@ -75,7 +75,8 @@ class NotAnswered(Exception):
 @dataclass(slots=True)
 class Exchange:
     """One request and its way. `named` are ids of state that the replica which answers has.
-    `headers` are added to the answer. `tail` is the end of the answer, kept if `keeps_tail`.
+    `headers` are added to the answer. `tail` is the end of the answer, kept if `keeps_tail`, as the
+    numbers of its bytes and events are.
     """
 
     request: web.Request
@@ -86,6 +87,13 @@ class Exchange:
     is_search: bool = False  # a 404 means that another replica is asked
     keeps_tail: bool = False
     tail: bytes = b""
+    num_bytes: int = 0
+    num_events: int = 0
+
+    def keep(self, piece: bytes) -> None:
+        self.tail = (self.tail + piece)[-TAIL_BYTES:]
+        self.num_bytes += len(piece)
+        self.num_events += piece.count(b"data:")
 
 
 class Proxy:
@@ -200,7 +208,7 @@ class Proxy:
             while piece:
                 await write(piece)
                 if exchange.keeps_tail:
-                    exchange.tail = (exchange.tail + piece)[-TAIL_BYTES:]
+                    exchange.keep(piece)
                 piece = await read()
         except (aiohttp.ClientError, TimeoutError) as error:
             self._balancer.failed(name)

@@ -1,7 +1,8 @@
 """Limits the requests and tokens per minute of each client, by token buckets.
 
 A bucket holds the limit of a minute and refills evenly. Tokens are charged by an estimate when a
-request comes, and corrected by the usage in its answer. The clock is an argument.
+request comes, at most a full bucket, and corrected when its answer has ended. The clock is an
+argument.
 """
 
 from __future__ import annotations
@@ -48,19 +49,23 @@ class RateLimits:
     limits: dict[str, int]
     _clients: OrderedDict[str, dict[str, Bucket]] = field(default_factory=OrderedDict)
 
-    def admit(self, client: str, num_tokens: int, now_s: float) -> None:
-        """Charges a request. Raises a 429 that says when to come again if it is over a limit."""
+    def admit(self, client: str, num_tokens: int, now_s: float) -> int:
+        """Charges a request, and returns the tokens that it was charged for. Raises a 429 that says
+        when to come again if it is over a limit.
+        """
         buckets = self._buckets(client)
         amounts = {"requests": 1, "tokens": num_tokens}
         waits = {kind: bucket.wait_s(amounts[kind], now_s) for kind, bucket in buckets.items()}
         for kind, wait_s in waits.items():
             if wait_s > 0:
                 raise RequestFailed(_too_many(kind, buckets[kind], amounts[kind], wait_s))
+        charged = {kind: min(amounts[kind], bucket.limit) for kind, bucket in buckets.items()}
         for kind, bucket in buckets.items():
-            bucket.take(amounts[kind])
+            bucket.take(charged[kind])
+        return charged.get("tokens", 0)
 
     def correct(self, client: str, *, charged: int, used: int) -> None:
-        """Replaces the estimate of a request's tokens by what its answer says."""
+        """Replaces the charge of a request by the tokens that it has used."""
         bucket = self._buckets(client).get("tokens")
         if bucket is not None:
             bucket.take(used - charged)

@@ -13,6 +13,7 @@ import msgspec
 
 TOKEN_BYTES = 4  # bytes of a prompt per token, as far as a router can know
 DEFAULT_OUTPUT = 256  # tokens that a request without a limit is charged for in advance
+MAX_OUTPUT = 1 << 30  # JSON has integers of any length
 
 
 class _Body(msgspec.Struct):
@@ -41,12 +42,13 @@ class _Body(msgspec.Struct):
 
 
 class RequestFacts(msgspec.Struct, frozen=True):
-    """`ids` name state that one replica has; `num_tokens` estimates prompt and output together."""
+    """`ids` name state that one replica has. The numbers of tokens are estimates."""
 
     prompt: bytes = b""
     session: str = ""
     ids: tuple[str, ...] = ()
-    num_tokens: int = 0
+    num_prompt_tokens: int = 0
+    max_output_tokens: int = 0
 
 
 NO_FACTS = RequestFacts()
@@ -55,7 +57,7 @@ NO_FACTS = RequestFacts()
 def facts_of(body: bytes) -> RequestFacts:
     try:
         read = msgspec.json.decode(body, type=_Body)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return NO_FACTS
     parts = (
         *(read.model, read.tools, read.system, read.instructions, read.messages),
@@ -75,5 +77,6 @@ def facts_of(body: bytes) -> RequestFacts:
         prompt=prompt,
         session=next((str(key) for key in (read.prompt_cache_key, read.user) if key), ""),
         ids=tuple(each for each in named if isinstance(each, str) and each),
-        num_tokens=len(prompt) // TOKEN_BYTES + max(0, output),
+        num_prompt_tokens=len(prompt) // TOKEN_BYTES,
+        max_output_tokens=min(max(0, output), MAX_OUTPUT),
     )

@@ -32,14 +32,23 @@ GONE = (aiohttp.ClientError, OSError, asyncio.TimeoutError)
 
 def check_address(address: str) -> str:
     """Returns the address without a slash at its end. Raises ConfigError if it is none."""
-    if address.startswith(UNIX) and len(address) > len(UNIX):
+    if address.startswith(UNIX) and len(address) > len(UNIX) and "\0" not in address:
         return address
-    parts = urlsplit(address)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+    if not _is_url(address):
         raise ConfigError(
             f"{address!r} is no address of a replica: give http://HOST:PORT or unix:PATH"
         )
     return address.rstrip("/")
+
+
+def _is_url(address: str) -> bool:
+    """Returns whether a connection to it can be tried: name resolution encodes hosts by IDNA."""
+    try:
+        parts = urlsplit(address)
+        has_host = bool((parts.hostname or "").encode("idna")) and parts.port != 0
+    except ValueError:
+        return False
+    return has_host and parts.scheme in ("http", "https") and not parts.query
 
 
 @dataclass(frozen=True, slots=True)

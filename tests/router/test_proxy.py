@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from aiohttp import ClientPayloadError, ClientSession, FormData, WSMsgType, web
 
+from aserve.errors import ConfigError
+from aserve.router.upstream import check_address
 from tests.router.routed import ADMIN, CHUNKED, OK, StandIn, routed, written
 
 CHAT = "/v1/chat/completions"
@@ -288,8 +290,48 @@ async def test_the_administrators_routes_need_the_key() -> None:
         for headers in ({}, {"Authorization": "Bearer other"}):
             async with client.get("/admin/replicas", headers=headers) as got:
                 assert got.status == 401
-        async with client.post("/admin/replicas", json={"url": "ftp://x"}, headers=ADMIN) as got:
-            assert got.status == 400
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("ftp://x", "http://", "http://a..b:80", f"http://{'a' * 64}.com", "http://h:99999"),
+        *("http://h:x", "http://[::1", "http://h:0", "unix:", "unix:/a\0b"),
+    ],
+)
+async def test_an_address_that_no_connection_can_be_made_to_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="is no address of a replica"):
+        check_address(address)
+    async with routed() as (client, server):
+        async with client.post("/admin/replicas", json={"url": address}, headers=ADMIN) as got:
+            assert (got.status, (await got.json())["error"]["param"]) == (400, "url")
+        assert server.router.balancer.replicas() == []
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b'{"url":"\xff"}', b'{"url":' + b"[" * 100_000])
+async def test_a_body_without_an_address_is_refused(body: bytes) -> None:
+    async with (
+        routed() as (client, _),
+        client.post("/admin/replicas", data=body, headers=ADMIN) as got,
+    ):
+        assert got.status == 400
+
+
+async def test_a_replica_whose_probe_cannot_be_sent_ends_no_router() -> None:
+    async with routed(StandIn(), health_interval=0.05) as (client, server):
+        server.router.add("http://a..b:80")
+        bad = server.router.balancer.replicas()[-1]
+        while bad.failures < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert await post(client) == (200, b"ok")
+
+
+async def test_a_body_that_is_nested_too_deeply_is_left_to_the_replica() -> None:
+    async with (
+        routed(StandIn()) as (client, _),
+        client.post(CHAT, data=b'{"user":' + b"[" * 100_000) as got,
+    ):
+        assert got.status == 200
 
 
 async def test_state_is_asked_of_the_replica_that_has_it() -> None:
@@ -350,6 +392,36 @@ async def test_a_client_over_its_rate_gets_429_with_the_time_to_wait() -> None:
             assert 20 < int(got.headers["Retry-After"]) < 60
         async with client.post(CHAT, json=BODY, headers={"X-Api-Key": "other"}) as got:
             assert got.status == 429  # keys that nobody has checked are no new client
+
+
+def answered(body: bytes, *, status: bytes = b"200 OK", kind: bytes = b"application/json") -> Any:
+    head = b"HTTP/1.1 %s\r\nContent-Type: %s\r\nContent-Length: %d\r\n\r\n"
+    return written(head % (status, kind, len(body)) + body)
+
+
+@pytest.mark.parametrize(
+    ("answer", "max_tokens", "remaining"),
+    [
+        (answered(b"{}", status=b"400 Bad Request"), 10**9, 1000),
+        (answered(b"{}", status=b"400 Bad Request"), 10**400, 1000),
+        (written(BUSY), 500, 1000),
+        (written(closes=True), 500, 1000),
+        (answered(b'{"usage":{"total_tokens":90}}'), 500, 910),
+        (answered(SSE * 20 + DONE, kind=b"text/event-stream"), 10**9, 979),
+        (answered(b"x" * 400), 10**9, 900),
+        (answered(b"x" * 400), 50, 950),
+    ],
+    ids=("400", "400 digits", "503", "502", "usage", "a stream without", "without", "at most"),
+)
+async def test_a_request_is_charged_for_what_it_used_and_not_if_it_failed(
+    answer: Any, max_tokens: int, remaining: int
+) -> None:
+    async with routed(StandIn(answer), tokens_per_minute=1000) as (client, server):
+        async with client.post(CHAT, json={"max_tokens": max_tokens}) as got:
+            assert b'"bug"' not in await got.read()
+        (bucket,) = (each["tokens"] for each in server.router.rates._clients.values())
+        level = bucket.level(bucket._at_s)
+        assert level == pytest.approx(remaining, abs=0.5)
 
 
 async def test_a_request_to_a_silent_replica_is_given_up_and_not_sent_again() -> None:

@@ -37,6 +37,7 @@ def test_tokens_are_charged_in_advance_and_corrected_by_the_usage() -> None:
         rates.admit("a", 100, 0.0)
     assert refused.value.info.retry_after_s == pytest.approx((100 + 300) / 10)
     assert is_admitted(rates, "a", 5000, 1e6), "more than the limit waits for a full bucket"
+    assert is_admitted(rates, "a", 600, 1e6 + 60), "and empties it, but no more"
 
 
 def test_the_headers_are_those_of_openai() -> None:
