@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import time
@@ -33,7 +34,8 @@ logger = logging.getLogger(__name__)
 def serve(resolved: Resolved, *, peers: Peers = ALONE, parent: socket.socket | None = None) -> int:
     """Serves until a signal, a failure or the end of `parent`, and returns the process's exit code.
     `parent` is the socket to the router of which this server is a replica: it gets one byte when
-    the server is ready. `peers` has the token by which requests of that router are known.
+    the server is ready, and sends one to let it drain. `peers` has the token by which requests of
+    that router are known.
     """
     frontends = Frontends(resolved) if resolved.server.frontends > 1 else None
     try:
@@ -76,7 +78,7 @@ class Server:
             loop.add_signal_handler(number, self._signalled)
         if self._parent is not None:
             self._parent.setblocking(False)
-            loop.add_reader(self._parent, self._parent_ended)
+            loop.add_reader(self._parent, self._told_by_parent)
         self.address = await self._http.start()
         try:
             await self._serve()
@@ -118,10 +120,16 @@ class Server:
             self._frontends.stop()
         self._ending.set()
 
-    def _parent_ended(self) -> None:
-        """The router sends nothing, so its socket can be read only at its end."""
+    def _told_by_parent(self) -> None:
+        """A byte of the router is a signal, and so is the end of its side: the second one, or the
+        first one if the router has died.
+        """
         assert self._parent is not None
-        asyncio.get_running_loop().remove_reader(self._parent)
+        said = b""
+        with contextlib.suppress(ConnectionError):
+            said = self._parent.recv(1)
+        if not said:
+            asyncio.get_running_loop().remove_reader(self._parent)
         self._signalled()
 
     def _signalled(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -32,14 +33,14 @@ BODY |= {"stream": True}
 class Life:
     """A server in this loop, whose model loads when the test lets it."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, parent: socket.socket | None = None, **options: object) -> None:
         given = {"port": 0, "served_model_name": "m", "drain_timeout": 0.2, "grammar_workers": 0}
         resolved = resolve(Raw(command_line=given | options), Facts(default_model="none"))
         self.executor = FakeExecutor()
         self.may_load = threading.Event()
         self.is_loading = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self.serving = Server(resolved, InThisProcess(self._load))
+        self.serving = Server(resolved, InThisProcess(self._load), parent=parent)
         self.exit_code = asyncio.ensure_future(self.serving.run())
 
     async def until_ready(self) -> None:
@@ -66,8 +67,10 @@ class Life:
 
 
 @contextlib.asynccontextmanager
-async def living(**options: object) -> AsyncIterator[tuple[Life, aiohttp.ClientSession]]:
-    life = Life(**options)
+async def living(
+    parent: socket.socket | None = None, **options: object
+) -> AsyncIterator[tuple[Life, aiohttp.ClientSession]]:
+    life = Life(parent, **options)
     try:
         await life.is_loading.wait()
         async with aiohttp.ClientSession(life.serving.address) as client:
@@ -129,6 +132,22 @@ async def test_a_stream_that_outlives_the_grace_ends_with_an_error_event_and_exi
         assert b'"code":"server_draining"' in rest
         assert rest.endswith(b"data: [DONE]\n\n")
         assert await asyncio.wait_for(asyncio.shield(life.exit_code), 30) == 0
+
+
+async def test_a_replica_drains_at_its_routers_byte_and_ends_at_the_end_of_the_socket() -> None:
+    router, parent = socket.socketpair()
+    with router, parent:
+        async with living(parent, drain_timeout=60) as (life, client):
+            await life.until_ready()
+            async with await life.stuck_stream(client) as answer:
+                router.send(b"\1")
+                while (await health(client))[1]["status"] != "draining":
+                    pass  # each look is a request of its own
+                assert not answer.content.is_eof()
+                router.shutdown(socket.SHUT_WR)
+                rest = await answer.content.read()
+            assert b"the server was stopped" in rest
+            assert await asyncio.wait_for(asyncio.shield(life.exit_code), 30) == 0
 
 
 async def test_while_it_drains_new_requests_are_refused_and_a_second_signal_ends_it() -> None:

@@ -1,12 +1,13 @@
 """One server of `--replicas N`, `python -m aserve.processes.replica`; its stdin is a socket to the
 router.
 
-It serves on a Unix socket. It sends one byte when it is ready, and drains when the router closes
-its side, so it never outlives the router.
+It serves on a Unix socket. It sends one byte when it is ready, and drains when the router sends one
+or closes its side, so it never outlives the router.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 
@@ -25,7 +26,8 @@ def main() -> int:
     """Returns the exit code of the server."""
     collect_rarely()
     sock = socket_of_stdin()
-    with sock.makefile("rb") as stream:
+    # NOTE: a larger buffer would take the byte that may follow the message.
+    with sock.makefile("rb", buffering=1) as stream:
         start = receive(stream, StartReplica)
     if start is None:
         return 1
@@ -40,7 +42,15 @@ def _serve(start: StartReplica, router: socket.socket) -> int:
     start_logging(debug.log_level or "info", debug.log_format)
     from aserve.server import serve  # it imports what reads the environment
 
-    return serve(start.resolved, peers=Peers(token=start.token), parent=router)
+    router_pid = os.getppid()
+    try:
+        return serve(start.resolved, peers=Peers(token=start.token), parent=router)
+    finally:
+        if (
+            os.getppid() != router_pid
+        ):  # it was killed; the last replica removes the sockets' folder
+            with contextlib.suppress(OSError):
+                os.rmdir(os.path.dirname(start.resolved.server.uds or ""))
 
 
 if __name__ == "__main__":

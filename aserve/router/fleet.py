@@ -1,8 +1,9 @@
 """The servers of `--replicas N`: child processes of the router, each on a Unix socket.
 
 A process sends one byte when it is ready, and closes its socket when it ends. One that dies is
-started again on the same address. A process drains and ends when the router closes its side of the
-socket: after the replica was removed, when the router itself has drained, or when it dies.
+started again on the same address. A process drains and ends when the router sends it a byte: after
+the replica was removed, or when the router itself has drained. The end of the router's side ends
+one that drains at once, and lets others drain, whose router has died.
 
 `Fleet` alone writes which processes there are.
 """
@@ -38,6 +39,7 @@ REPLICA = (sys.executable, "-m", "aserve.processes.replica")
 DEVICES = "CUDA_VISIBLE_DEVICES"
 THREADS = "OMP_NUM_THREADS"
 MOST = 256  # replicas of one machine
+LEAVE = b"\1"
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +59,14 @@ class Member:
 
     def leave(self) -> None:
         """Asks the process to drain and end."""
-        self.is_leaving = True
-        with contextlib.suppress(OSError):  # it has ended already
+        if not self.is_leaving:
+            self.is_leaving = True
+            with contextlib.suppress(OSError):  # it has ended already
+                self.link.send(LEAVE)
+
+    def end(self) -> None:
+        """Asks the process, which drains, to end at once."""
+        with contextlib.suppress(OSError):
             self.link.shutdown(socket.SHUT_WR)
 
 
@@ -82,7 +90,7 @@ class Registry:
 class Fleet:
     """`run` keeps the processes until `close`; `scale` changes their number. `serving` is set once
     all of the first ones have loaded, and `failed` once there is none left; `exit_code` then says
-    why.
+    why. `ended` is set when all have ended after `leave` or `close`.
     """
 
     def __init__(
@@ -91,6 +99,7 @@ class Fleet:
         self.peers = Peers(token=secrets.token_hex(16))
         self.serving = asyncio.Event()
         self.failed = asyncio.Event()
+        self.ended = asyncio.Event()
         self.exit_code = 0
         self._resolved = resolved
         self._registry = registry
@@ -102,17 +111,16 @@ class Fleet:
         self._group: asyncio.TaskGroup | None = None  # of `run`
         self._is_ending = False
         self._closing = asyncio.Event()
-        self._ended = asyncio.Event()
 
     async def run(self) -> None:
-        """Starts the replicas of the options, and returns when all have ended after `close`."""
+        """Starts the replicas of the options, and returns when all have ended."""
         folder = tempfile.TemporaryDirectory(prefix="aserve-", ignore_cleanup_errors=True)
         with folder as self._directory, self._closed_links():
             async with asyncio.TaskGroup() as self._group:
                 if not self._is_ending:
                     self.scale(self._resolved.server.replicas)
                 await self._closing.wait()
-        self._ended.set()
+        self.ended.set()
 
     @contextlib.contextmanager
     def _closed_links(self) -> Iterator[None]:
@@ -145,18 +153,24 @@ class Fleet:
     def stop_restarting(self) -> None:
         self._is_ending = True
 
-    async def close(self, *, timeout_s: float) -> None:
-        """Ends all processes, and kills those that have not ended in time."""
+    def leave(self) -> None:
+        """Lets all processes drain and end."""
         self.stop_restarting()
         for member in self._members.values():
             member.leave()
         self._closing.set()
+
+    async def close(self) -> None:
+        """Ends all processes at once, and kills those that have not ended in time."""
+        self.leave()
+        for member in self._members.values():
+            member.end()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s + END_S):
-                await self._ended.wait()
+            async with asyncio.timeout(END_S):
+                await self.ended.wait()
         for member in self._members.values():
             member.process.kill()
-        await self._ended.wait()
+        await self.ended.wait()
 
     def _joined(self) -> Member:
         taken = {each.place for each in self._members.values()}
@@ -188,7 +202,7 @@ class Fleet:
         delay_s: float | None = 0.0
         while delay_s is not None:
             code, up_s = await self._watched(member)
-            if member.is_leaving or self._is_ending:
+            if self._leaves(member):
                 break
             self._registry.died(member.address)
             if not member.has_served:
@@ -201,17 +215,17 @@ class Fleet:
             text = "replica died, restarting address=%s exit_code=%s delay_s=%s"
             logger.error(text, member.address, code, delay_s)
             await asyncio.sleep(delay_s)
-            self._start_again(member)
+            if self._leaves(member):  # it was removed while there was no process
+                break
+            member.process, member.link = self._spawned(member.place, member.address)
         del self._members[member.address]
         self._registry.left(member.address)
         if not self._is_ending and (self.exit_code != 0 or not self._members):
             self.exit_code = max(self.exit_code, 1)
             self.failed.set()
 
-    def _start_again(self, member: Member) -> None:
-        member.process, member.link = self._spawned(member.place, member.address)
-        if member.is_leaving or self._is_ending:  # it was removed while there was no process
-            member.leave()
+    def _leaves(self, member: Member) -> bool:
+        return member.is_leaving or self._is_ending
 
     async def _watched(self, member: Member) -> tuple[int | None, float]:
         """Waits for the end of a process. Returns its exit code, and how long it was ready."""

@@ -103,9 +103,13 @@ class RouterServer:
             await self._ending.wait()
             failing.cancel()
             announcing.cancel()
-            await self._drain()
+            deadline_s = asyncio.get_running_loop().time() + self._options.drain_timeout
+            self._start_draining()
+            await self._until(self.router.proxy.idle, deadline_s)
             if fleet is not None:
-                await fleet.close(timeout_s=self._options.drain_timeout)
+                fleet.leave()
+                await self._until(fleet.ended, deadline_s)
+                await fleet.close()
             watching.cancel()
 
     async def _announce(self) -> None:
@@ -142,16 +146,19 @@ class RouterServer:
         await self._runner.cleanup()
         await self.router.close()
 
-    async def _drain(self) -> None:
+    def _start_draining(self) -> None:
         self.router.is_draining = True
         if self.router.admin.fleet is not None:
             self.router.admin.fleet.stop_restarting()
         timeout_s = self._options.drain_timeout
         num_open = self.router.proxy.num_open
         logger.info("draining open_requests=%s timeout_s=%s", num_open, timeout_s)
+
+    async def _until(self, event: asyncio.Event, deadline_s: float) -> None:
+        """Waits for the event, the deadline or the second signal."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
-                idle = group.create_task(self.router.proxy.idle.wait())
+            async with asyncio.timeout_at(deadline_s), asyncio.TaskGroup() as group:
+                waiting = group.create_task(event.wait())
                 hurry = group.create_task(self._hurry.wait())
-                idle.add_done_callback(lambda _: hurry.cancel())
-                hurry.add_done_callback(lambda _: idle.cancel())
+                waiting.add_done_callback(lambda _: hurry.cancel())
+                hurry.add_done_callback(lambda _: waiting.cancel())

@@ -23,7 +23,7 @@ from tests.e2e.test_attacks import children
 KEY = {"Authorization": "Bearer root"}
 OPTIONS = (
     *("--replicas", "2", "--dtype", "float64", "--num-pages", "1000", "--health-interval", "0.1"),
-    *("--admin-api-key", "root", "--max-engine-restarts", "1000"),
+    *("--admin-api-key", "root", "--max-engine-restarts", "1000", "--drain-timeout", "600"),
 )
 RESTART_S = 2.5 * START_S  # of a server while others stream, on a busy machine
 NUM_STREAMS = 32
@@ -61,11 +61,17 @@ class Answer(msgspec.Struct):
     last: list[str]
 
 
-async def ask(session: ClientSession, number: int, on_token: Any = lambda: None) -> Answer:
+async def ask(
+    session: ClientSession,
+    number: int,
+    on_token: Any = lambda: None,
+    *,
+    num_tokens: int = NUM_TOKENS,
+) -> Answer:
     body = {
         "model": "aserve-tiny",
         "prompt": f"Once {number % 4}",
-        "max_tokens": NUM_TOKENS,
+        "max_tokens": num_tokens,
         "temperature": 0,
         "stream": True,
         "ignore_eos": True,
@@ -202,7 +208,22 @@ async def test_replicas_join_and_leave_under_load_without_a_failed_request(
             await asyncio.sleep(0.05)
 
 
-def test_a_signal_ends_all_processes(replicas: Replicas) -> None:
+def test_a_second_signal_ends_open_streams_and_all_processes(replicas: Replicas) -> None:
     pids = replicas.pids()
-    assert replicas.end()[0] == 0
+    num_tokens = itertools.count(1)
+
+    def count() -> None:
+        """Sends the second signal while all streams go on after the first one."""
+        if next(num_tokens) in (NUM_STREAMS, 2 * NUM_STREAMS):
+            replicas.process.send_signal(signal.SIGTERM)
+
+    async def stream() -> list[Answer]:
+        async with replicas.session() as session:
+            await until(session, 2)
+            asked = (ask(session, each, count, num_tokens=1000) for each in range(NUM_STREAMS))
+            return await asyncio.gather(*asked)
+
+    answers = asyncio.run(stream())
+    assert ["error", "done"] in [answer.last for answer in answers]
+    assert replicas.end(None)[0] == 0
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

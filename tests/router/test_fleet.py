@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from aserve.config import Facts, Raw, Resolved, resolve
 from aserve.errors import ConfigError
+from aserve.processes import replica
+from aserve.processes.link import StartReplica
 from aserve.router import fleet
 from aserve.router.fleet import Fleet, Registry, options_of, shares_of
+from aserve.router.run import RouterServer
 
 
 def resolved(**options: object) -> Resolved:
@@ -39,7 +44,7 @@ async def test_a_replica_that_never_serves_ends_the_fleet_with_its_exit_code() -
     async with asyncio.timeout(20), asyncio.TaskGroup() as group:
         group.create_task(own.run())
         await own.failed.wait()
-        await own.close(timeout_s=1)
+        await own.close()
     assert own.exit_code == 2
     assert not own.serving.is_set()
     assert set(seen) == {"joined", "died", "left"}
@@ -52,7 +57,7 @@ async def test_a_dead_replica_is_started_again_on_its_address_until_it_died_too_
     async with asyncio.timeout(20), asyncio.TaskGroup() as group:
         group.create_task(own.run())
         await own.failed.wait()
-        await own.close(timeout_s=1)
+        await own.close()
     assert own.serving.is_set()
     assert own.exit_code == 1
     for address in {at for _, at in seen}:
@@ -70,8 +75,8 @@ async def test_replicas_end_when_they_are_told_to_and_their_places_are_free_agai
         if [each for each, _ in seen].count("ready") >= 2:
             ready.set()
 
-    # It is told by the end of the socket, behind the message with its options.
-    own = opened("sock.send(b'1')\nwhile sock.recv(1 << 16): pass", note)
+    # It is told by a byte, behind the message with its options.
+    own = opened("sock.send(b'1')\nwhile sock.recv(1 << 16)[-1:] != b'\\1': pass", note)
     async with asyncio.timeout(20), asyncio.TaskGroup() as group:
         group.create_task(own.run())
         await ready.wait()
@@ -81,9 +86,91 @@ async def test_replicas_end_when_they_are_told_to_and_their_places_are_free_agai
             await asyncio.sleep(0.01)
         assert own.scale(2) == []
         assert len({at for what, at in seen if what == "joined"}) == 3
-        await own.close(timeout_s=5)
+        own.leave()
+        await own.ended.wait()
     assert not own.failed.is_set()
     assert [what for what, _ in seen].count("left") == 3
+
+
+async def test_replicas_that_drain_end_at_once_when_their_fleet_is_closed() -> None:
+    drains_for_ever = "sock.send(b'1')\nwhile sock.recv(1 << 16): pass"
+    own = opened(drains_for_ever, lambda *_: None)
+    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+        group.create_task(own.run())
+        await own.serving.wait()
+        own.leave()
+        members = list(own._members.values())
+        await own.close()
+    assert [each.process.returncode for each in members] == [0, 0], "none was killed"
+
+
+class Draining:
+    """A fleet whose replicas drain until it is closed. `calls` has what it was told, and when."""
+
+    def __init__(self) -> None:
+        self.serving, self.failed, self.ended = (asyncio.Event() for _ in range(3))
+        self.left = asyncio.Event()
+        self.calls: list[tuple[str, float]] = []
+
+    async def run(self) -> None:
+        await self.ended.wait()
+
+    def stop_restarting(self) -> None: ...
+
+    def leave(self) -> None:
+        self.calls.append(("leave", asyncio.get_running_loop().time()))
+        self.left.set()
+
+    async def close(self) -> None:
+        self.calls.append(("close", asyncio.get_running_loop().time()))
+        self.ended.set()
+
+
+@pytest.mark.parametrize("has_open_requests", [False, True])
+async def test_a_second_signal_ends_the_drain_of_the_replicas(has_open_requests: bool) -> None:
+    own = Draining()
+    server = RouterServer(resolved(drain_timeout=60), ())
+    server.router.admin.fleet = cast(Fleet, own)
+    serving = asyncio.create_task(server.serve())
+    if has_open_requests:
+        server.router.proxy.idle.clear()
+    server.end()
+    if not has_open_requests:
+        await own.left.wait()
+    server.end()
+    async with asyncio.timeout(5):
+        await serving
+    assert [what for what, _ in own.calls] == ["leave", "close"]
+
+
+async def test_router_and_replicas_drain_within_one_timeout() -> None:
+    own = Draining()
+    server = RouterServer(resolved(drain_timeout=0.2), ())
+    server.router.admin.fleet = cast(Fleet, own)
+    server.router.proxy.idle.clear()
+    server.end()
+    start_s = asyncio.get_running_loop().time()
+    await server.serve()
+    (_, left_s), (_, closed_s) = own.calls
+    assert left_s >= start_s + 0.2
+    assert closed_s < left_s + 0.2
+
+
+@pytest.mark.parametrize("was_killed", [False, True])
+def test_the_last_replica_of_a_killed_router_removes_the_folder_of_its_socket(
+    was_killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "aserve-1"
+    folder.mkdir()
+    pids = [7, 1 if was_killed else 7]
+    monkeypatch.setattr("os.getppid", lambda: pids.pop(0))
+    monkeypatch.setattr(replica, "start_logging", lambda *_: None)
+    monkeypatch.setattr("aserve.server.serve", lambda *_, **__: 0)
+    own = options_of(resolved(), 0, str(folder / "0.sock"))
+    start = StartReplica(own, str(tmp_path), {}, "token")
+    with socket.socket() as router:
+        assert replica._serve(start, router) == 0
+    assert folder.exists() is not was_killed
 
 
 def test_each_replica_has_its_own_socket_seed_and_files() -> None:
