@@ -29,6 +29,10 @@ from typing import ClassVar
 
 import msgspec
 
+# What msgspec raises for bytes that it cannot decode: those of a text may be no UTF-8, and values
+# may be nested too deeply.
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
 
 class ExpectedWait(msgspec.Struct, frozen=True, gc=False):
     """The place of a request in the queue, from 1 on, and the wait that is expected there. The wait

@@ -17,13 +17,13 @@ from aserve.config import DisaggregationOptions, Resolved
 from aserve.disagg.carriers import Inlets, Outlets
 from aserve.disagg.decode import Awaiting, KvReceiver
 from aserve.disagg.prefill import KvSender, Peers, WithoutTransfers, listen
-from aserve.disagg.wire import address_of
 from aserve.errors import ConfigError
 from aserve.host.hub import resolve_model_dir
 from aserve.messages.executor import EngineSpec, SchedulerEvent
 from aserve.messages.output import DetokenizerEvent
 from aserve.messages.transfers import LayeredKvAccess
 from aserve.observability.reports import KvTransferred
+from aserve.options.option import host_and_port
 
 SAMPLE_BYTES = 64 << 10  # read at the head, in the middle and at the end of each file
 
@@ -121,7 +121,7 @@ def _addresses(options: DisaggregationOptions) -> list[tuple[str, int]]:
             "engines that compute its prompts"
         )
     try:
-        return [address_of(each.strip()) for each in options.disaggregation_prefill.split(",")]
+        return [host_and_port(each.strip()) for each in options.disaggregation_prefill.split(",")]
     except ValueError as error:
         raise ConfigError(f"--disaggregation-prefill: {error}") from None
 
@@ -130,7 +130,7 @@ def _listen(options: DisaggregationOptions) -> socket.socket:
     host, port = options.disaggregation_host, options.disaggregation_bootstrap_port
     try:
         sock = listen(host, port)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"--disaggregation-mode prefill: cannot listen on {host}:{port}: {error}"
         ) from None

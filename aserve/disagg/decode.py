@@ -29,7 +29,7 @@ from aserve.disagg.wire import (
     Waiting,
     connect,
 )
-from aserve.errors import StepError
+from aserve.errors import ErrorInfo, StepError
 from aserve.host.threads import in_thread
 from aserve.messages.executor import SchedulerEvent
 from aserve.messages.output import Refused, Retired
@@ -98,6 +98,7 @@ class _Transfer:
     inlet: Inlet | None = None  # of the last prefill engine that made an offer
     is_cancelled: bool = False
     num_bytes: int = 0
+    began_s: float = field(default_factory=time.monotonic)
     writes: deque[Future[None]] = field(default_factory=deque)
 
     def settle(self, *, most: int = 0) -> None:
@@ -132,7 +133,7 @@ class KvReceiver(Actor[None]):
         self._peers = [_Peer(address) for address in addresses]
         self._key, self._model = key, model
         self._report = report
-        self._transfers: dict[tuple[str, int], _Transfer] = {}
+        self._transfers: dict[str, _Transfer] = {}  # by the name of the sequence
 
     async def run(self) -> None:
         """Its work is in the tasks of transfers."""
@@ -148,19 +149,27 @@ class KvReceiver(Actor[None]):
             stop, layer_bytes = effect.num_tokens - 1, self._access.layer_bytes
             spans = ReceivedSpans(effect.first, stop, layer_bytes)
             transfer = _Transfer(effect, spans, self._access.barrier())
-            self._transfers[effect.request_id, effect.child] = transfer
-            self.spawn(self._receive(transfer))
+            name = _name_of(effect)
+            self._transfers[name] = transfer
+            self.spawn_for(name, self._receive(name, transfer))
         elif isinstance(effect, Retired):
-            ended = self._transfers.get((effect.request_id, effect.child))
+            ended = self._transfers.get(_name_of(effect))
             if ended is not None:
                 ended.cancel()
 
-    async def _receive(self, transfer: _Transfer) -> None:
-        asked, began_s = transfer.asked, time.monotonic()
-        reason = await in_thread(functools.partial(self._try_peers, transfer), name="kv-receiver")
-        del self._transfers[asked.request_id, asked.child]
+    def end_request(self, request_id: str, error: ErrorInfo) -> None:
+        """Ends the transfer of a sequence, which is computed here. The thread has ended."""
+        self._end(request_id, error.message)
+
+    async def _receive(self, name: str, transfer: _Transfer) -> None:
+        work = functools.partial(self._try_peers, transfer)
+        self._end(name, await in_thread(work, name="kv-receiver"))
+
+    def _end(self, name: str, reason: str | None) -> None:
+        transfer = self._transfers.pop(name)
+        asked = transfer.asked
         outcome = "ok" if reason is None else "cancelled" if transfer.is_cancelled else "failed"
-        seconds = time.monotonic() - began_s
+        seconds = time.monotonic() - transfer.began_s
         carrier = "none" if transfer.inlet is None else transfer.inlet.carrier
         self._report(KvTransferred("received", outcome, carrier, transfer.num_bytes, seconds))
         if reason is None:
@@ -249,6 +258,10 @@ class KvReceiver(Actor[None]):
         transfer.writes.append(self._access.write(asked.pages, first, ids, values, layers))
         transfer.spans.note(block)
         transfer.num_bytes += block.num_bytes
+
+
+def _name_of(effect: ReceiveKv | Retired) -> str:
+    return f"{effect.request_id}/{effect.child}"
 
 
 def _wait_for(writes: deque[Future[None]]) -> None:

@@ -72,6 +72,8 @@ class Peers:
         ):
             if mine != its:
                 return f"the two engines differ in their {what}: {mine} here, {its} there"
+        if len(fetch.token_ids) % 4:
+            return f"{len(fetch.token_ids)} bytes are no token ids, which have 4 each"
         length = len(array_i32(fetch.token_ids))
         if not 0 <= fetch.first < length - 1:
             return f"there is nothing to send from token {fetch.first} on of a prompt of {length}"
@@ -134,7 +136,12 @@ class KvSender(Actor[None]):
             accepted.setblocking(True)
             connection = Connection(accepted)
             self._connections.add(connection)
-            self.spawn(self._serve(connection))
+            name = f"kv-{uuid.uuid4().hex}"
+            self.spawn_for(name, self._serve(name, connection))
+
+    def end_request(self, request_id: str, error: ErrorInfo) -> None:
+        """`_serve` has ended the transfer, whatever it raised."""
+        logger.info("a transfer of KV ended early: %s", error.message)
 
     async def stop(self) -> None:
         for connection in self._connections:
@@ -183,15 +190,15 @@ class KvSender(Actor[None]):
 
         self._access.stream(effect.iteration, effect.pages, span.tokens, on_layer)
 
-    async def _serve(self, connection: Connection) -> None:
-        loop, began_s, outcome = asyncio.get_running_loop(), time.monotonic(), "ok"
+    async def _serve(self, request_id: str, connection: Connection) -> None:
+        loop, began_s, outcome = asyncio.get_running_loop(), time.monotonic(), "failed"
         transfers: list[_Transfer] = []
 
         def begin(fetch: Fetch) -> _Transfer:
             """Called on the connection's thread."""
             num_tokens = len(array_i32(fetch.token_ids)) - 1
             spans = SentSpans(fetch.first, num_tokens, part_len=self._part_len)
-            transfer = _Transfer(f"kv-{uuid.uuid4().hex}", spans)
+            transfer = _Transfer(request_id, spans)
             transfers.append(transfer)
             loop.call_soon_threadsafe(self._admit, transfer, fetch)
             return transfer
@@ -199,9 +206,9 @@ class KvSender(Actor[None]):
         work = functools.partial(self._talk, connection, begin)
         try:
             await in_thread(work, name="kv-sender")
+            outcome = "ok"
         except (OSError, TransferError, RuntimeError) as error:
             logger.info("a transfer of KV ended early: %s", error)
-            outcome = "failed"
         finally:
             connection.close()
             self._connections.discard(connection)

@@ -19,6 +19,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from aserve.errors import UNDECODABLE
+
 VERSION = 4
 CONNECT_S = 5.0
 IDLE_S = 10.0
@@ -153,7 +155,7 @@ class Connection:
             raise TransferError(f"a message of {length} bytes: at most {MAX_MESSAGE_BYTES}")
         try:
             message: Message = _DECODER.decode(self._exactly(length))
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             raise TransferError(f"not a message of this protocol: {error}") from None
         return message
 
@@ -182,11 +184,3 @@ class Connection:
 
 def connect(host: str, port: int) -> Connection:
     return Connection(socket.create_connection((host, port), timeout=CONNECT_S))
-
-
-def address_of(text: str) -> tuple[str, int]:
-    """Parses HOST:PORT, with brackets around the colons of an IPv6 address. Raises ValueError."""
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise ValueError(f"{text!r} is not HOST:PORT")
-    return host.removeprefix("[").removesuffix("]"), int(port)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from aserve.errors import ConfigError
+from aserve.errors import UNDECODABLE, ConfigError
 from aserve.frames import FrameSplitter, framed
 from aserve.messages.executor import EngineSpec, SchedulerEffect, SchedulerEvent
 
@@ -122,7 +122,7 @@ def read_recording(path: Path) -> Recording:
     decoder = msgspec.msgpack.Decoder(Header | Events | Effects)
     try:
         frames = [decoder.decode(frame) for frame in FrameSplitter().feed(data)]
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise ConfigError(f"{path} is not a recording of this version: {error}") from None
     if not frames or not isinstance(frames[0], Header) or frames[0].format != FORMAT:
         raise ConfigError(f"{path} is not a recording: it does not begin with {FORMAT!r}")

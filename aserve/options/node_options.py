@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aserve.errors import ConfigError
-from aserve.options.option import Limits, option
+from aserve.options.option import Limits, host_and_port, option
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,13 @@ class NodeOptions:
     @property
     def address(self) -> tuple[str, int]:
         """The host and the port of --dist-init-addr. Raises ConfigError."""
-        host, _, port = (self.dist_init_addr or "").rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        try:
+            return host_and_port(self.dist_init_addr or "")
+        except ValueError:
             raise ConfigError(
                 f"--dist-init-addr {self.dist_init_addr or 'is not given, and'} has to be "
                 f"HOST:PORT of node 0, the same for all of --nnodes {self.nnodes}"
-            )
-        return host.removeprefix("[").removesuffix("]"), int(port)
+            ) from None
 
 
 def check_nodes(nodes: NodeOptions, *, num_ranks: int, num_servers: int, sleeps: bool) -> None:

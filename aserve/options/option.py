@@ -139,6 +139,19 @@ def unknown_option(name: str, known: Iterable[str]) -> ConfigError:
     return ConfigError(f"unknown option {name}{hint}")
 
 
+def host_and_port(text: str) -> tuple[str, int]:
+    """Parses HOST:PORT, with brackets around the colons of an IPv6 address. Raises ValueError."""
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    try:
+        is_address = bool(host.encode("idna")) and port.isdecimal() and 0 < int(port) < 1 << 16
+    except UnicodeError:  # of a name that sockets do not take, such as one with an empty label
+        is_address = False
+    if not is_address:
+        raise ValueError(f"{text!r} is not HOST:PORT")
+    return host, int(port)
+
+
 def _converted(kind: type, value: object) -> object:
     if value is None:
         raise TypeError

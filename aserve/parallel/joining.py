@@ -21,7 +21,7 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 import msgspec
 
-from aserve.errors import ConfigError
+from aserve.errors import UNDECODABLE, ConfigError
 from aserve.frames import FrameSplitter, framed
 from aserve.messages.base import Message
 
@@ -191,7 +191,7 @@ class Control(Generic[T]):
             piece = self.socket.recv(PIECE_BYTES)
             frames = self._splitter.feed(piece)
             self._found += [self._decoder.decode(frame) for frame in frames]
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, *UNDECODABLE):
             return False
         return bool(piece)
 

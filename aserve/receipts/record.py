@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from aserve.errors import InvalidRequest
+from aserve.errors import UNDECODABLE, InvalidRequest
 from aserve.messages.requests import SamplingParams
 
 Settings: TypeAlias = dict[str, str | int | bool | None]
@@ -109,7 +109,7 @@ def read_receipt(data: bytes) -> Receipt:
         if has_receipt:
             return msgspec.convert(given, Answer).receipt
         return msgspec.convert(given, Receipt)
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise InvalidRequest(f"this is neither a receipt nor an answer with one: {error}") from None
 
 

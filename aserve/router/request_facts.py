@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from aserve.errors import UNDECODABLE
+
 TOKEN_BYTES = 4  # bytes of a prompt per token, as far as a router can know
 DEFAULT_OUTPUT = 256  # tokens that a request without a limit is charged for in advance
 MAX_OUTPUT = 1 << 30  # JSON has integers of any length
@@ -57,7 +59,7 @@ NO_FACTS = RequestFacts()
 def facts_of(body: bytes) -> RequestFacts:
     try:
         read = msgspec.json.decode(body, type=_Body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNDECODABLE:
         return NO_FACTS
     parts = (
         *(read.model, read.tools, read.system, read.instructions, read.messages),

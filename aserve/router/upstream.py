@@ -18,7 +18,7 @@ from aiohttp import hdrs
 from yarl import URL
 
 from aserve.config import RouterOptions
-from aserve.errors import ConfigError
+from aserve.errors import UNDECODABLE, ConfigError
 from aserve.http.forwarding import SKIPPED, Headers
 
 UNIX = "unix:"
@@ -153,7 +153,7 @@ def load_in(body: bytes) -> int | None:
     """Reads the answer of /load, which aserve and vLLM have."""
     try:
         return msgspec.json.decode(body, type=_Load).server_load
-    except msgspec.MsgspecError:
+    except UNDECODABLE:
         return None
 
 

@@ -27,6 +27,7 @@ from aserve.disagg.decode import KvReceiver
 from aserve.disagg.prefill import KvSender, Peers, WithoutTransfers, listen
 from aserve.disagg.wire import Block, Connection, Failed, Fetch
 from aserve.errors import ConfigError, StepError
+from aserve.frames import framed
 from aserve.messages.base import array_i32, pack_i32
 from aserve.messages.executor import DecodeCaps, EngineSpec, SchedulerEvent
 from aserve.messages.output import DetokenizerEvent, Refused, Retired
@@ -220,14 +221,13 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.asynccontextmanager
 async def running(*sides: Prefill | Decode) -> AsyncIterator[None]:
-    def on_death(name: str, error: BaseException) -> None:
-        raise AssertionError(f"{name} died") from error
-
+    deaths: list[tuple[str, BaseException]] = []
     for side in sides:
-        side.actor.start(on_death)
+        side.actor.start(lambda name, error: deaths.append((name, error)))
     yield
     for side in sides:
         await side.actor.stop()
+    assert deaths == []
 
 
 @pytest.fixture(params=["shm", "tcp"])
@@ -241,6 +241,13 @@ async def prefill(request: pytest.FixtureRequest) -> AsyncIterator[Prefill]:
             thread.join(10)
     assert side.outlets.arena is None or side.outlets.arena.num_free == NUM_SLOTS
 
+
+# Messages that msgspec cannot decode, for each of which it raises another exception.
+NO_MESSAGES = {
+    "no message": framed(b"abc"),
+    "a text that is not UTF-8": framed(b"\x82\xa4type\xa6Failed\xa6reason\xa1\xff"),
+    "deep nesting": framed(b"\x82\xa1x" + b"\x91" * 100_000),
+}
 
 Script = Callable[[Connection], object]
 
@@ -279,6 +286,10 @@ def silence(connection: Connection) -> None:
         connection.receive()
 
 
+def says(data: bytes) -> Script:
+    return lambda connection: connection._socket.sendall(data)
+
+
 BAD_PEERS: dict[str, tuple[Script, str]] = {
     "closes": (lambda _: None, "closed the connection"),
     "closes after a block": (lambda c: block(c, 0, 4), "closed the connection"),
@@ -296,8 +307,8 @@ BAD_PEERS: dict[str, tuple[Script, str]] = {
     "no such layer": (lambda c: c.send(Block(0, 1, 12, 0, 3, 0)), "layers 0 to 3, with 12"),
     "a layer too early": (lambda c: c.send(Block(0, 1, 4, 1, 1, 0)), "layers 1 to 2, with 4"),
     "no layer": (lambda c: c.send(Block(0, 1, 0, 0, 0, 0)), "layers 0 to 0, with 0"),
-    "no message": (lambda c: c._socket.sendall(b"\3\0\0\0abc"), "not a message"),
-    "an endless message": (lambda c: c._socket.sendall(b"\xff" * 4), "4294967295 bytes: at most"),
+    **{name: (says(data), "not a message") for name, data in NO_MESSAGES.items()},
+    "an endless message": (says(b"\xff" * 4), "4294967295 bytes: at most"),
     "asks back": (
         lambda c: c.send(Fetch(1, "", "", "", 0, b"", "")),
         "is not what a prefill engine says",
@@ -439,6 +450,7 @@ async def test_a_peer_that_failed_is_left_alone_for_a_while(
         ({"version": 9}, "differ in their protocol: 4 here, 9 there"),
         ({"first": 2}, "nothing to send from token 2 on of a prompt of 3"),
         ({"first": -1}, "nothing to send from token -1 on of a prompt of 3"),
+        ({"token_ids": b"abcde"}, "5 bytes are no token ids"),
     ],
 )
 async def test_a_fetch_that_does_not_fit_is_refused(
@@ -450,8 +462,9 @@ async def test_a_fetch_that_does_not_fit_is_refused(
         "model": "a model",
         "geometry": "toy",
         "first": 0,
+        "token_ids": pack_i32([1, 2, 3]),
     }
-    fetch = Fetch(**fields | change, token_ids=pack_i32([1, 2, 3]), namespace="")
+    fetch = Fetch(**fields | change, namespace="")
 
     def talk() -> wire.Message:
         with contextlib.closing(wire.connect(*prefill.address)) as connection:
@@ -510,7 +523,7 @@ async def test_connections_that_ask_for_nothing_do_no_harm(
     monkeypatch.setattr("aserve.disagg.prefill.MAX_TRANSFERS", 1)
     monkeypatch.setattr("aserve.disagg.decode.COOL_S", 0.0)
     say = functools.partial(socket.create_connection, prefill.address, timeout=10)
-    for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x08\0\0\0\x81\xa4typeabc", b"\0\0\0\0"):
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", *NO_MESSAGES.values(), framed(b"")):
         with say() as client:
             client.sendall(garbage)
             with contextlib.suppress(ConnectionResetError):
@@ -525,6 +538,38 @@ async def test_connections_that_ask_for_nothing_do_no_harm(
             decode.ask()
             prefill.compute(await prefill.admitted(), 10)
             assert isinstance(await decode.events.next(), KvReady)
+
+
+def fail(*_: object) -> Any:
+    raise KeyError("a bug")
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_a_bug_ends_one_transfer_and_no_engine(
+    side: str,
+    prefill: Prefill,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    decode = Decode(prefill.address)
+    broken, name = {
+        "prefill": (prefill.actor._outlets, "open"),
+        "decode": (decode.actor._inlets, "choose"),
+    }[side]
+    async with running(decode):
+        with monkeypatch.context() as patched:
+            patched.setattr(broken, name, fail)
+            decode.ask()
+            request = await prefill.admitted()
+            await decode.failure()
+            end = await prefill.events.next()
+            assert end == Cancel(request.request_id, None, 0, "cancelled")
+        assert [each.outcome for each in (*decode.reports, *prefill.reports)] == ["failed"] * 2
+        assert "KeyError: 'a bug'" in caplog.text
+        monkeypatch.setattr("aserve.disagg.decode.COOL_S", 0.0)
+        decode.ask()
+        prefill.compute(await prefill.admitted(), 10)
+        assert isinstance(await decode.events.next(), KvReady)
 
 
 def test_a_fingerprint_sees_the_configuration_and_the_weights(tmp_path: Path) -> None:
@@ -556,6 +601,7 @@ CASES: list[tuple[dict[str, object], EngineSpec, str]] = [
     (OPTIONS, msgspec.structs.replace(SPEC, decode=DecodeCaps(root_len=0)), "not for diffusion"),
     ({"disaggregation_mode": "decode"}, SPEC, "needs --disaggregation-prefill HOST:PORT"),
     (OPTIONS | {"disaggregation_prefill": "a:1,b"}, SPEC, "'b' is not HOST:PORT"),
+    (OPTIONS | {"disaggregation_prefill": "a..b:1"}, SPEC, "'a..b:1' is not HOST:PORT"),
 ]
 
 

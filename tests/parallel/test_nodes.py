@@ -18,6 +18,7 @@ import msgspec
 import pytest
 
 from aserve.errors import ConfigError
+from aserve.frames import framed
 from aserve.gpu.parallel.meeting import LOOPBACK
 from aserve.host.environment import installed_version
 from aserve.parallel.hosts import Division, Entrance, Hosts, RemoteHost, divided
@@ -91,6 +92,9 @@ def test_strangers_are_sent_away_and_hosts_that_do_not_fit_are_told_why() -> Non
             assert stranger.recv(64, socket.MSG_WAITALL)[32:] == bytes(32)  # no proof
         with pytest.raises(WrongKey, match="--dist-key"):
             connected(leader._replace(key="another"), wait_s=5)
+        with contextlib.closing(connected(leader, wait_s=5)) as unreadable:
+            unreadable.sendall(framed(b"\x82\xa4type\xaaJoinAsRank\xa6launch\xa1\xff"))
+            assert unreadable.recv(1) == b""
         own = installed_version("aserve") or "from its source"
         join = JoinAsHost(own, 1, "/", "/", "/")
         older = answer_to(leader, msgspec.structs.replace(join, version="0.0"))
@@ -207,6 +211,7 @@ async def reason_of_death(executor: ParallelExecutor, host_pid: int) -> BaseExce
         ({"node_rank": 1}, "--node-rank 1 is not below --nnodes 1"),
         ({"nnodes": 2}, "--dist-init-addr is not given, and has to be HOST:PORT"),
         ({"nnodes": 2, "dist_init_addr": "here:port"}, "here:port has to be HOST:PORT"),
+        ({"nnodes": 2, "dist_init_addr": "a..b:1"}, "a..b:1 has to be HOST:PORT"),
         ({"nnodes": 3, "dist_init_addr": "a:1"}, "2 ranks .* cannot be divided"),
         ({"nnodes": 2, "dist_init_addr": "a:1"}, "needs --dist-key"),
         ({"nnodes": 2, "sleep_idle_seconds": 9}, "--sleep-idle-seconds with --nnodes 2"),

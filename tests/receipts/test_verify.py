@@ -193,6 +193,7 @@ def test_a_receipt_sets_no_option_but_those_of_the_arithmetic(
     ("change", "words"),
     [
         (lambda data: data[:-9], "neither a receipt"),
+        (lambda data: data.replace(b'"weights":"', b'"weights":"\xff'), "neither a receipt"),
         (lambda data: b"{}", "neither a receipt"),
         (lambda data: data.replace(b'"weights":"', b'"weights":"0'), "altered"),
     ],

@@ -13,6 +13,7 @@ from aserve.router.owners import id_in_path, ids_in
 from aserve.router.policies import Demand
 from aserve.router.prefixes import BLOCK_BYTES, PrefixIndex, block_digests
 from aserve.router.request_facts import facts_of
+from aserve.router.upstream import load_in
 
 NAMES = ("a", "b", "c")
 PLAIN = Demand()
@@ -210,11 +211,18 @@ def test_the_next_turn_of_a_conversation_matches_the_turn_before() -> None:
         (b"[1,2]", "", ()),
         (b'{"prompt":', "", ()),
         (b"\xff\xfe", "", ()),
+        (b'{"user":' + b"[" * 100_000, "", ()),
     ],
 )
 def test_facts_are_read_from_a_body(body: bytes, session: str, ids: tuple[str, ...]) -> None:
     facts = facts_of(body)
     assert (facts.session, facts.ids) == (session, ids)
+
+
+@pytest.mark.parametrize("body", [b"{}", b"\xff", b'{"a":' + b"[" * 100_000])
+def test_a_load_that_cannot_be_read_is_unknown(body: bytes) -> None:
+    assert load_in(b'{"server_load":3}') == 3
+    assert load_in(body) is None
 
 
 def test_ids_are_read_from_paths_and_answers() -> None:
