@@ -33,6 +33,7 @@ FOREIGN = frozenset(
         "--read-only",
         "--secret",
         "--target",
+        "--tmpfs",
         "--depth",
         "--lead",
         "--mixed-prompt-tokens",
