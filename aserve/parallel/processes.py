@@ -1,8 +1,8 @@
 """The processes of the other ranks, as the process of rank 0 sees them: on its own machine, and on
 others behind their hosts.
 
-Rank 0 ends them. If it dies, its sockets close, and a rank whose socket closes ends; so no rank
-outlives rank 0.
+Rank 0 ends them. If it dies, its sockets close, and a rank whose socket closes ends, also while it
+loads; so no rank outlives rank 0.
 """
 
 from __future__ import annotations

@@ -10,7 +10,11 @@ import asyncio
 import contextlib
 import logging
 import os
+import select
+import shutil
 import socket
+import sys
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import IO, assert_never, cast
@@ -24,7 +28,7 @@ from aserve.errors import AserveError, BugError, ConfigError
 from aserve.frames import FrameSplitter, framed
 from aserve.host.environment import collect_rarely, prepare_process, set_up_collector
 from aserve.host.logs import start_logging
-from aserve.host.threads import in_thread, new_event_loop
+from aserve.host.threads import Worker, in_thread, new_event_loop
 from aserve.load import load_rank
 from aserve.messages.executor import Ticket
 from aserve.messages.results import StepFailed
@@ -53,6 +57,9 @@ from aserve.progress import ignore_stage
 
 CLOSE_S = 3.0  # for the steps that were launched
 PIECE_BYTES = 1 << 18
+# The other end of a socket is closed. POLLHUP comes unasked, but for TCP only when this end is
+# closed as well.
+GONE = select.POLLHUP | (select.POLLRDHUP if sys.platform == "linux" else 0)
 
 logger = logging.getLogger(__name__)
 
@@ -66,12 +73,37 @@ def main() -> int:
         if start is None:
             return 0
         patience = Patience()
-        executor = _loaded(start, stream, patience)
+        with _ending_with_leader(sock, Path(start.coordinates.store).parent):
+            executor = _loaded(start, stream, patience)
     if executor is None:
         return 1
     set_up_collector()
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(Follower(executor, sock, start.coordinates, patience).run())
+
+
+@contextlib.contextmanager
+def _ending_with_leader(sock: socket.socket, folder: Path) -> Iterator[None]:
+    """Ends this process at once if rank 0 goes within the block, as one that is killed while it
+    loads. This rank would wait for it for MEET_S. Removes the folder by whose files ranks meet,
+    which such a rank 0 leaves.
+    """
+    awake, waker = socket.socketpair()
+    poll = select.poll()
+    poll.register(sock, GONE)
+    poll.register(awake, GONE)
+
+    def watch() -> None:
+        if any(number == sock.fileno() for number, _ in poll.poll()):
+            shutil.rmtree(folder, ignore_errors=True)
+            end_process(0)
+
+    worker = Worker("leader", watch, on_end=lambda _: None)
+    with awake:
+        worker.start()
+        with waker:
+            yield
+        worker.join()
 
 
 def _loaded(start: StartRank, stream: IO[bytes], patience: Patience) -> LocalExecutor | None:

@@ -22,8 +22,8 @@ from aserve.load import load_executor
 from aserve.messages.changes import CheckWeights, EngineJob, LoadLora, LoadWeights
 from aserve.messages.requests import AdmitRequest
 from aserve.parallel.leader import ParallelExecutor
-from aserve.parallel.processes import RankProcess
-from aserve.parallel.topology import RankLost
+from aserve.parallel.processes import RankProcess, spawned_rank
+from aserve.parallel.topology import Coordinates, RankLost, RankUp, StartRank
 from aserve.text.load import load_tokenizer
 from aserve.tiny import MODEL_DIR
 from tests.fakes.lora_adapters import Recipe, write_adapter, write_merged
@@ -192,6 +192,19 @@ async def outputs_of(executor: LocalExecutor, *, slot: int, first_iteration: int
     asked = [msgspec.structs.replace(each, lora_slot=slot) for each in asks(is_plain=True)]
     served = await serve_between(executor, asked, first_iteration=first_iteration)
     return served.outputs
+
+
+def test_a_rank_that_loads_ends_with_rank_0_and_leaves_no_files(tmp_path: Path) -> None:
+    """A killed rank 0 closes its sockets, and cannot remove the folder."""
+    folder = tmp_path / "launch"
+    folder.mkdir()
+    place = Coordinates(1, 2, f"{folder}/store")
+    resolved = resolved_of(tensor_parallel_size=2)
+    rank = spawned_rank(StartRank(resolved, str(MODEL_DIR), os.getcwd(), place))
+    rank.expect(RankUp)  # it waits for rank 0 now
+    rank.close()
+    assert rank.process.returncode == 0
+    assert not folder.exists()
 
 
 async def test_a_killed_rank_ends_the_engine_at_once() -> None:
