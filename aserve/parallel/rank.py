@@ -73,7 +73,7 @@ def main() -> int:
         if start is None:
             return 0
         patience = Patience()
-        with _ending_with_leader(sock, Path(start.coordinates.store).parent):
+        with _ending_with_leader(sock, start.coordinates):
             executor = _loaded(start, stream, patience)
     if executor is None:
         return 1
@@ -83,7 +83,7 @@ def main() -> int:
 
 
 @contextlib.contextmanager
-def _ending_with_leader(sock: socket.socket, folder: Path) -> Iterator[None]:
+def _ending_with_leader(sock: socket.socket, place: Coordinates) -> Iterator[None]:
     """Ends this process at once if rank 0 goes within the block, as one that is killed while it
     loads. This rank would wait for it for MEET_S. Removes the folder by whose files ranks meet,
     which such a rank 0 leaves.
@@ -95,7 +95,8 @@ def _ending_with_leader(sock: socket.socket, folder: Path) -> Iterator[None]:
 
     def watch() -> None:
         if any(number == sock.fileno() for number, _ in poll.poll()):
-            shutil.rmtree(folder, ignore_errors=True)
+            if place.store:
+                shutil.rmtree(os.path.dirname(place.store), ignore_errors=True)
             end_process(0)
 
     worker = Worker("leader", watch, on_end=lambda _: None)
