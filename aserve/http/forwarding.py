@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -55,16 +55,28 @@ BY_ID = frozenset({"/v1/requests/{id}", "/v1/requests/{id}/fork", "/v1/streams/{
 LAST_EVENT_ID = "Last-Event-ID"
 CONNECT_S = 5.0
 # Headers of one connection (RFC 9110, 7.6.1), and those that the connection between frontends has.
+# `end_to_end` adds those that Connection names.
 HOP_BY_HOP = frozenset(
     name.lower()
     for name in (
         *(hdrs.CONNECTION, hdrs.KEEP_ALIVE, hdrs.PROXY_AUTHENTICATE, hdrs.PROXY_AUTHORIZATION),
-        *(hdrs.TRAILER, hdrs.TRANSFER_ENCODING, hdrs.UPGRADE, hdrs.EXPECT, FORWARDED),
+        *(
+            "Proxy-Connection",
+            hdrs.TE,
+            hdrs.TRAILER,
+            hdrs.TRANSFER_ENCODING,
+            hdrs.UPGRADE,
+            hdrs.EXPECT,
+            FORWARDED,
+        ),
         *(hdrs.SEC_WEBSOCKET_KEY, hdrs.SEC_WEBSOCKET_VERSION, hdrs.SEC_WEBSOCKET_EXTENSIONS),
         *(hdrs.SEC_WEBSOCKET_PROTOCOL, hdrs.SERVER, hdrs.DATE),
     )
 )
 OF_A_BODY = frozenset({"content-length", "content-type", "content-encoding"})
+# Close codes that no frame may have (RFC 6455, 7.4.1), and those that are sent in their place.
+SENT_CODES = {1005: aiohttp.WSCloseCode.OK, 1006: aiohttp.WSCloseCode.INTERNAL_ERROR}
+SENT_CODES[1015] = SENT_CODES[1006]
 JSON = (hdrs.CONTENT_TYPE, "application/json")
 SKIPPED = (hdrs.USER_AGENT, hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.CONTENT_TYPE)
 GONE = (aiohttp.ClientConnectionError, OSError)
@@ -156,16 +168,20 @@ def _session(peers: Peers, target: int) -> aiohttp.ClientSession:
 
 
 def _headers(request: web.Request, peers: Peers) -> Headers:
-    return [*end_to_end(request.headers), (FORWARDED, peers.header_for(request))]
+    return [*end_to_end(request), (FORWARDED, peers.header_for(request))]
 
 
-def end_to_end(given: Mapping[str, str]) -> Headers:
-    return [(name, value) for name, value in given.items() if name.lower() not in HOP_BY_HOP]
+def end_to_end(message: web.Request | aiohttp.ClientResponse) -> Headers:
+    """Returns its headers that are not of one connection."""
+    given = message.headers
+    named = ",".join(given.getall(hdrs.CONNECTION, [])).lower().split(",")
+    dropped = HOP_BY_HOP.union(map(str.strip, named))
+    return [(name, value) for name, value in given.items() if name.lower() not in dropped]
 
 
 async def _passed_on(answer: aiohttp.ClientResponse, request: web.Request) -> web.StreamResponse:
     """Streams the answer of another frontend to the client, whose speed is then that of both."""
-    headers = end_to_end(answer.headers)
+    headers = end_to_end(answer)
     request[REQUEST_ID] = answer.headers.get("X-Request-Id", request[REQUEST_ID])
     response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
     await response.prepare(request)
@@ -218,12 +234,16 @@ async def _pump(
     sink: web.WebSocketResponse | aiohttp.ClientWebSocketResponse,
 ) -> None:
     with contextlib.suppress(ConnectionError):
-        async for message in source:
+        message = await source.receive()
+        while message.type in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY):
             if message.type is aiohttp.WSMsgType.TEXT:
                 await sink.send_str(message.data)
-            elif message.type is aiohttp.WSMsgType.BINARY:
+            else:
                 await sink.send_bytes(message.data)
-        await sink.close(code=source.close_code or aiohttp.WSCloseCode.OK)
+            message = await source.receive()
+        code = source.close_code or aiohttp.WSCloseCode.OK
+        reason = message.extra if message.type is aiohttp.WSMsgType.CLOSE else None
+        await sink.close(code=SENT_CODES.get(code, code), message=(reason or "").encode())
 
 
 async def _body_of(request: web.Request) -> bytes | None:
@@ -321,12 +341,17 @@ async def _whole(
 
 def merged(answers: list[dict[str, Any]]) -> dict[str, Any]:
     """Adds up the numbers of JSON objects, and joins their lists. `now_s` is the earliest, up to
-    which all of them tell what happened. All else is of the first.
+    which all of them tell what happened. All else is of the first that has it, as are values whose
+    types differ.
     """
     whole = dict(answers[0])
     for answer in answers[1:]:
         for key, value in answer.items():
-            if key == "now_s":
+            if whole.get(key) is None:
+                whole[key] = value
+            elif type(value) is not type(whole[key]):
+                continue
+            elif key == "now_s":
                 whole[key] = min(whole[key], value)
             elif isinstance(value, int | list) and not isinstance(value, bool):
                 whole[key] = whole[key] + value

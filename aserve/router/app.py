@@ -9,8 +9,8 @@ import logging
 import re
 import time
 from collections.abc import Iterable
+from typing import Any
 
-import msgspec
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
@@ -28,7 +28,7 @@ from aserve.router.joined_answers import (
     ask_everyone,
     first_known,
     is_for_all,
-    joined,
+    json_in,
     metrics_of_all,
 )
 from aserve.router.metrics import RouterMetrics
@@ -47,6 +47,7 @@ OF_THE_CONNECTION = frozenset({"host", "content-length"})
 CLIENT = web.RequestKey("client", str)
 LIMITS = web.RequestKey("limits", dict[str, str])
 LAST_EVENT_ID = "Last-Event-ID"
+FORWARDED_FOR = "X-Forwarded-For"
 
 
 class Router:
@@ -139,9 +140,8 @@ class Router:
             raise EngineDead("The router shuts down.", retry_after_s=5, code="server_draining")
         body = await self._read(request)
         facts = facts_of(body) if body else NO_FACTS
-        call = Call(request.method, request.raw_path, self._headers(request), body)
-        if body is None and request.can_read_body:
-            call = Call(request.method, request.raw_path, call.headers, request.content)
+        is_streamed = body is None and request.can_read_body
+        call = self._call(request, request.content if is_streamed else body)
         named = [id_in_path(request.path), *facts.ids, *_resumed(request)]
         owner = self.proxy.owners.find(filter(None, named))
         if self.balancer.find(owner) is None:
@@ -193,6 +193,13 @@ class Router:
         except TimeoutError:
             raise refused(408, "The request's body did not arrive in time.") from None
 
+    def _call(self, request: web.Request, data: Any = None) -> Call:
+        """NOTE: a target may be a whole URL (RFC 9112, 3.2.2)."""
+        path = request.raw_path
+        if not path.startswith("/"):
+            path = request.rel_url.raw_path_qs
+        return Call(request.method, path, self._headers(request), data)
+
     def _headers(self, request: web.Request) -> Headers:
         """Returns the headers for a replica. A process of this router believes the client's
         address.
@@ -226,16 +233,14 @@ class Router:
         return web.json_response({"status": "alive"})
 
     async def read_metrics(self, request: web.Request) -> web.Response:
-        call = Call(request.method, request.raw_path, self._headers(request))
-        return await metrics_of_all(call, self._asked(), self.metrics)
+        return await metrics_of_all(self._call(request), self._asked(), self.metrics)
 
     async def server_info(self, request: web.Request) -> web.Response:
         """Answers as the first replica does, with the router's settings beside it."""
-        call = Call(request.method, request.raw_path, self._headers(request))
-        _, whole = await first_known(call, self._asked())
-        info = msgspec.json.decode(whole.body) if whole.status == 200 else {}
+        _, whole = await first_known(self._call(request), self._asked())
+        info = json_in(whole) if whole.status == 200 else None
         router = {"policy": self.options.policy, "replicas": self.admin.described()}
-        return web.json_response(joined([info]) | {"router": router})
+        return web.json_response((info if isinstance(info, dict) else {}) | {"router": router})
 
     @web.middleware
     async def _border(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -271,14 +276,11 @@ async def _add_server(_: web.Request, response: web.StreamResponse) -> None:
 
 def _headers(request: web.Request) -> Headers:
     """Returns the headers for a replica, which sees the client's address in X-Forwarded-For."""
-    kept = [
-        each for each in end_to_end(request.headers) if each[0].lower() not in OF_THE_CONNECTION
-    ]
-    before = request.headers.get("X-Forwarded-For")
-    peer = request.remote or "unix"
+    kept = [each for each in end_to_end(request) if each[0].lower() not in OF_THE_CONNECTION]
+    hops = [*request.headers.getall(FORWARDED_FOR, []), request.remote or "unix"]
     return [
-        *(each for each in kept if each[0].lower() != "x-forwarded-for"),
-        ("X-Forwarded-For", f"{before}, {peer}" if before else peer),
+        *(each for each in kept if each[0].lower() != FORWARDED_FOR.lower()),
+        (FORWARDED_FOR, ", ".join(hops)),
     ]
 
 

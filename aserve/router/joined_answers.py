@@ -51,13 +51,26 @@ async def ask_all(call: Call, upstreams: Sequence[Upstream]) -> list[Whole]:
 
 
 async def ask_everyone(call: Call, upstreams: Sequence[Upstream]) -> web.Response:
-    """Joins the answers. The answer is an error if one of them is."""
+    """Joins the answers. The answer is an error if one of them is, and the first one if that is no
+    JSON.
+    """
     answers = await ask_all(call, upstreams)
     first = next((answer for answer in answers if answer.status >= 400), answers[0])
-    if first.status >= 400 or first.content_type != "application/json":
+    decoded = [json_in(answer) for answer in answers]
+    if first.status >= 400 or decoded[0] is None:
         return _response(first)
-    decoded = [msgspec.json.decode(answer.body) for answer in answers]
-    return _response(Whole(first.status, first.content_type, msgspec.json.encode(joined(decoded))))
+    whole = msgspec.json.encode(joined([each for each in decoded if each is not None]))
+    return _response(Whole(first.status, first.content_type, whole))
+
+
+def json_in(answer: Whole) -> Any:
+    """Returns None if the answer is no JSON."""
+    if answer.content_type != "application/json":
+        return None
+    try:
+        return msgspec.json.decode(answer.body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def joined(answers: list[Any]) -> Any:
@@ -68,7 +81,7 @@ def joined(answers: list[Any]) -> Any:
     if isinstance(whole.get("data"), list):
         by_id = {_id_of(number, item): item for number, item in enumerate(whole["data"])}
         whole["data"] = list(by_id.values())
-        if "created" in whole:
+        if "created" in answers[0]:
             whole["created"] = answers[0]["created"]
     return whole
 
@@ -95,8 +108,9 @@ async def metrics_of_all(
     return web.Response(body=body, headers={hdrs.CONTENT_TYPE: CONTENT_TYPE_LATEST})
 
 
-def _id_of(number: int, item: Any) -> Any:
-    return item.get("id", number) if isinstance(item, dict) else number
+def _id_of(number: int, item: Any) -> str | int:
+    name = item.get("id") if isinstance(item, dict) else None
+    return name if isinstance(name, str) else number
 
 
 def _response(whole: Whole) -> web.Response:

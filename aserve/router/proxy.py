@@ -48,6 +48,9 @@ LAST_EVENT = re.compile(
 BROKEN = ErrorInfo(
     "The replica ended within its answer.", type="server_error", code="replica_failed", status=502
 )
+UNKNOWN = ErrorInfo(
+    "No replica knows this id.", type="invalid_request_error", code="not_found", status=404
+)
 # OpenAI's error event of /v1/responses.
 RESPONSES_ERROR = {
     "type": "error",
@@ -114,7 +117,7 @@ class Proxy:
         while True:
             name = self._balancer.pick(exchange.demand, excluded=tried)
             if name is None and failure is not None and failure.was_open and len(tried) == 1:
-                name = tried[0]
+                name = tried[0] if self._balancer.find(tried[0]) is not None else None
             if name is None:
                 raise self._refusal(exchange.demand, failure)
             if failure is not None:
@@ -132,6 +135,8 @@ class Proxy:
         """Asks for an id that may be any replica's: the answer is that of the first to know it."""
         failure: NotAnswered | None = None
         for name in names:
+            if self._balancer.find(name) is None:  # it was removed meanwhile
+                continue
             exchange.is_search = name != names[-1]
             try:
                 return await self._send(exchange, name)
@@ -186,7 +191,7 @@ class Proxy:
             self._balancer.failed(name)
             raise NotAnswered(await _refused_by(answer), may_repeat=_repeats(exchange))
         if exchange.is_search and answer.status == web.HTTPNotFound.status_code:
-            raise NotAnswered(await _refused_by(answer))
+            raise NotAnswered(UNKNOWN)
         first = await answer.content.readany()
         self._balancer.succeeded(name)
         return answer, first
@@ -196,7 +201,7 @@ class Proxy:
     ) -> web.StreamResponse:
         """Streams the answer. The client's speed is then that of the replica."""
         request = exchange.request
-        headers = [*end_to_end(answer.headers), *exchange.headers.items()]
+        headers = [*end_to_end(answer), *exchange.headers.items()]
         if answer.status < 400:
             made = [*exchange.named, *ids_in(first), *answer.headers.getall("X-Request-Id", [])]
             self.owners.learn(made, name)

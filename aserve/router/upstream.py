@@ -93,6 +93,8 @@ class Upstream:
 
     @contextlib.asynccontextmanager
     async def ask(self, call: Call) -> AsyncIterator[aiohttp.ClientResponse]:
+        if self._session.closed:
+            raise aiohttp.ClientConnectionError("the replica was removed")
         async with self._session.request(
             call.method,
             _url(self._base + call.path),

@@ -5,13 +5,23 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from hashlib import sha256
 from typing import Any
 
 import pytest
-from aiohttp import ClientPayloadError, ClientSession, FormData, WSMsgType, web
+from aiohttp import (
+    ClientPayloadError,
+    ClientSession,
+    ClientWebSocketResponse,
+    FormData,
+    WSMsgType,
+    web,
+)
 
 from aserve.errors import ConfigError
+from aserve.router.run import RouterServer
 from aserve.router.upstream import check_address
 from tests.router.routed import ADMIN, CHUNKED, OK, StandIn, routed, written
 
@@ -19,6 +29,11 @@ CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "hello"}]}
 HEAD_200 = b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n"
 BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 7\r\nContent-Length: 4\r\n\r\nbusy"
+
+
+def answered(body: bytes, *, status: bytes = b"200 OK", kind: bytes = b"application/json") -> Any:
+    head = b"HTTP/1.1 %s\r\nContent-Type: %s\r\nContent-Length: %d\r\n\r\n"
+    return written(head % (status, kind, len(body)) + body)
 
 
 async def post(client: ClientSession, path: str = CHAT, **fields: Any) -> tuple[int, bytes]:
@@ -172,6 +187,44 @@ async def test_a_client_of_http_1_0_sees_the_end_of_a_stream() -> None:
         writer.close()
 
 
+async def test_headers_of_one_connection_do_not_pass() -> None:
+    own = b"Connection: X-Own\r\nx-own: 1\r\nX-Kept: 1\r\n"
+    replica = StandIn(written(OK.replace(b"Content", own + b"Content")))
+    head = b"TE: trailers\r\nProxy-Connection: close\r\nX-Forwarded-For: 1.1.1.1\r\n" + own
+    head += b"Connection: close, x-other\r\nX-Other: 1\r\nX-Forwarded-For: 2.2.2.2\r\n"
+    async with routed(replica) as (_, server):
+        answer = await sent(server, b"GET /x HTTP/1.1\r\n" + head)
+    asked = {line.partition(":")[0].lower(): line for line in replica.asked[0].head.split("\r\n")}
+    dropped = {"te", "proxy-connection", "x-own", "x-other", "connection"}
+    assert "x-kept" in asked
+    assert not dropped & asked.keys()
+    assert asked["x-forwarded-for"] == "X-Forwarded-For: 1.1.1.1, 2.2.2.2, 127.0.0.1"
+    assert b"X-Kept: 1\r\n" in answer
+    assert b"x-own" not in answer.lower()
+
+
+@pytest.mark.parametrize("target", ["/v1/a%2Fb?c=%20d", "http://localhost/v1/a%2Fb?c=%20d"])
+async def test_a_target_may_be_a_whole_url(target: str) -> None:
+    replica = StandIn()
+    async with routed(replica) as (_, server):
+        assert b" 200 OK" in await sent(server, b"GET %s HTTP/1.1\r\n" % target.encode())
+        for path in ("v1/models", "server_info"):
+            answer = await sent(server, b"GET http://localhost/%s HTTP/1.1\r\n" % path.encode())
+            assert answer.startswith(b"HTTP/1.1 200")
+    lines = [asked.line for asked in replica.asked]
+    paths = ["/v1/a%2Fb?c=%20d", "/v1/models", "/server_info"]
+    assert lines == [f"GET {path} HTTP/1.1" for path in paths]
+
+
+async def sent(server: RouterServer, head: bytes) -> bytes:
+    """Sends a request as it is, and returns what comes back until the connection is closed."""
+    reader, writer = await asyncio.open_connection(*server.address[7:].split(":"))
+    writer.write(head + b"Host: localhost\r\nConnection: close\r\n\r\n")
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
 async def test_a_compressed_answer_passes_as_it_is() -> None:
     data = gzip.compress(b'{"id":"x"}' * 100, mtime=0)
     head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(data)
@@ -224,12 +277,20 @@ async def test_a_client_that_goes_ends_its_request_at_the_replica() -> None:
             await server.router.proxy.idle.wait()
 
 
-async def test_websockets_pass_in_both_directions() -> None:
+@asynccontextmanager
+async def routed_socket() -> AsyncIterator[ClientWebSocketResponse]:
+    """Yields a client's websocket to an echo behind the router. It closes or dies if it is told."""
+
     async def echo(request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse()
         await socket.prepare(request)
         async for message in socket:
-            if message.type is WSMsgType.TEXT:
+            if message.data == "close":
+                await socket.close(code=4001, message=b"because")
+            elif message.data == "die":
+                assert request.transport is not None
+                request.transport.abort()
+            elif message.type is WSMsgType.TEXT:
                 await socket.send_str(message.data.upper())
             else:
                 await socket.send_bytes(message.data[::-1])
@@ -246,11 +307,26 @@ async def test_websockets_pass_in_both_directions() -> None:
         for replica in server.router.balancer.replicas():
             server.router.balancer.probed(replica.name, load=None)
         async with client.ws_connect("/v1/realtime?model=m") as socket:
-            await socket.send_str("abc")
-            assert await socket.receive_str() == "ABC"
-            await socket.send_bytes(b"\x00\xff")
-            assert await socket.receive_bytes() == b"\xff\x00"
+            yield socket
     await runner.cleanup()
+
+
+async def test_websockets_pass_in_both_directions() -> None:
+    async with routed_socket() as socket:
+        await socket.send_str("abc")
+        assert await socket.receive_str() == "ABC"
+        await socket.send_bytes(b"\x00\xff")
+        assert await socket.receive_bytes() == b"\xff\x00"
+
+
+@pytest.mark.parametrize(("order", "end"), [("close", (4001, "because")), ("die", (1011, ""))])
+async def test_the_end_of_a_websocket_passes_with_its_reason_and_a_code_that_may_be_sent(
+    order: str, end: tuple[int, str]
+) -> None:
+    async with routed_socket() as socket:
+        await socket.send_str(order)
+        message = await socket.receive()
+        assert (message.type, message.data, message.extra) == (WSMsgType.CLOSE, *end)
 
 
 async def test_replicas_join_and_leave_under_load_without_a_failed_request() -> None:
@@ -359,6 +435,51 @@ async def test_state_is_asked_of_the_replica_that_has_it() -> None:
         assert server.router.proxy.owners.find(["resp_abcdef"]) == owner.url
 
 
+async def test_a_replica_that_is_removed_during_a_search_is_not_asked() -> None:
+    may_answer = asyncio.Event()
+
+    async def unknown(writer: asyncio.StreamWriter) -> None:
+        await may_answer.wait()
+        writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+
+    first, removed = StandIn(unknown), StandIn()
+    async with routed(first, removed) as (client, server):
+        asking = asyncio.create_task(client.get("/v1/responses/resp_unknown"))
+        await first.asked_more(1)
+        server.router.balancer.remove(removed.url)
+        may_answer.set()
+        async with await asking as got:
+            assert (got.status, (await got.json())["error"]["code"]) == (404, "not_found")
+    assert removed.asked == []
+
+
+async def test_lists_of_replicas_that_differ_are_joined_as_far_as_they_can_be() -> None:
+    left = StandIn(answered(b'{"data":[{"id":["x"]}],"n":null,"m":1,"k":"a"}'))
+    right = StandIn(answered(b'{"data":[{"id":"b"}],"n":3,"m":"?","k":2,"total":4,"created":1}'))
+    async with routed(left, right) as (client, _):
+        async with client.get("/v1/models") as got:
+            assert await got.json() == {
+                "data": [{"id": ["x"]}, {"id": "b"}],
+                "n": 3,
+                "m": 1,
+                "k": "a",
+                "total": 4,
+                "created": 1,
+            }
+        right.answer = answered(b"no JSON")
+        async with client.get("/v1/models") as got:
+            assert (await got.json())["data"] == [{"id": ["x"]}]
+        left.answer = answered(b"ok", kind=b"text/html")
+        async with client.get("/v1/models") as got:
+            assert (got.status, await got.read()) == (200, b"ok")
+
+
+@pytest.mark.parametrize("body", [b"ok", b"[]", b'{"router":1}'])
+async def test_server_info_is_the_routers_alone_where_a_replica_has_none(body: bytes) -> None:
+    async with routed(StandIn(answered(body))) as (client, _), client.get("/server_info") as got:
+        assert (got.status, list(await got.json())) == (200, ["router"])
+
+
 async def test_lists_and_metrics_of_all_replicas_are_joined() -> None:
     def listed(*names: str) -> Any:
         text = json.dumps({"object": "list", "data": [{"id": name} for name in names]}).encode()
@@ -392,11 +513,6 @@ async def test_a_client_over_its_rate_gets_429_with_the_time_to_wait() -> None:
             assert 20 < int(got.headers["Retry-After"]) < 60
         async with client.post(CHAT, json=BODY, headers={"X-Api-Key": "other"}) as got:
             assert got.status == 429  # keys that nobody has checked are no new client
-
-
-def answered(body: bytes, *, status: bytes = b"200 OK", kind: bytes = b"application/json") -> Any:
-    head = b"HTTP/1.1 %s\r\nContent-Type: %s\r\nContent-Length: %d\r\n\r\n"
-    return written(head % (status, kind, len(body)) + body)
 
 
 @pytest.mark.parametrize(
