@@ -63,6 +63,10 @@ async def listen(
         return [await loop.create_unix_server(connections, options.uds, backlog=BACKLOG, ssl=tls)]
     is_shared = peers.are_several
     host, port = options.host, options.port
+    try:
+        host.encode("idna")
+    except UnicodeError as error:  # sockets raise it, too
+        raise OSError(f"{host!r} is no host name") from error
     if is_shared and not peers.number:
         await check_free(host, port)
     listeners = await open_port(connections, host, port, tls=tls, is_shared=is_shared)

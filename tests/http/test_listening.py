@@ -47,6 +47,12 @@ async def test_a_certificate_makes_the_port_https() -> None:
             await answered(echo.url.replace("https", "http"), trusting())
 
 
+async def test_an_address_that_is_no_host_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on a\.\.b:0: 'a\.\.b' is no host name"):
+        async with EchoEngine(host="a..b"):
+            pass
+
+
 async def test_with_authorities_a_client_needs_a_certificate() -> None:
     async with EchoEngine(**TLS, ssl_ca_certs=CERTIFICATE) as echo:
         assert await answered(echo.url, trusting(has_certificate=True)) == "hello"
