@@ -6,6 +6,7 @@ aiohttp parses and answers requests. `Connection` adds what a public server need
 - Idle connections are closed.
 - Bytes that are not HTTP get a JSON error, which does not repeat them.
 - Websocket frames must be masked.
+- An `Expect` waits until the application has checked the request's head.
 - An answer that only the close can end ends with its connection.
 
 All state is written on the loop.
@@ -30,6 +31,7 @@ from aiohttp.http_exceptions import LineTooLong
 from aserve.config import ServerOptions
 from aserve.errors import BugError, ErrorInfo
 from aserve.http.errors import error_body, error_response, refused
+from aserve.http.intake import EXPECTATION
 from aserve.http.masked_frames import MaskedFrames
 from aserve.http.peers import Peers
 from aserve.http.tls import tls_context
@@ -56,6 +58,7 @@ async def listen(
         keep_alive_s=options.keep_alive_timeout,
         max_connections=descriptors_for(options.max_connections),
     )
+    _defer_expectations(runner.server)
     connections = Connections(runner.server, limits)
     tls = tls_context(options)
     if options.uds is not None:
@@ -76,6 +79,28 @@ async def listen(
         private = await loop.create_unix_server(connections, path, backlog=BACKLOG)
         listeners.append(private)
     return listeners
+
+
+def _defer_expectations(server: web.Server) -> None:
+    """Moves the Expect header of each request to EXPECTATION, for `meet_expectation`.
+
+    WHY: aiohttp would answer it before any middleware runs. It asks for bodies of requests that are
+    then refused by their head, and repeats an expectation that it does not know.
+    """
+    make_request = server.request_factory
+
+    def make(*parts: Any) -> web.BaseRequest:
+        request = make_request(*parts)
+        if hdrs.EXPECT not in request.headers:
+            return request
+        headers = request.headers.copy()
+        given = headers.popall(hdrs.EXPECT)
+        request = request.clone(headers=headers)
+        if request.version >= HttpVersion11:
+            request[EXPECTATION] = ", ".join(given)
+        return request
+
+    server.request_factory = make
 
 
 async def close_after_unsized(request: web.Request, response: web.StreamResponse) -> None:

@@ -48,6 +48,7 @@ CODES = {
     410: "events_gone",
     413: "request_too_large",
     415: "unsupported_media_type",
+    417: "expectation_failed",
     426: "upgrade_required",
     431: "headers_too_large",
 }

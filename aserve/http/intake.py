@@ -1,4 +1,5 @@
-"""Reads request bodies: with a deadline, within a bound of memory, and large ones off the loop.
+"""Asks for request bodies and reads them: with a deadline, within a bound of memory, and large
+ones off the loop.
 
 Compressed and large bodies are decompressed, checked and decoded by one thread in order of arrival,
 so that at most one of them competes for the interpreter lock. `held_bytes` is written on the loop,
@@ -29,6 +30,8 @@ SMALL_BYTES = 1 << 16  # bodies up to this size are never refused for lack of me
 HELD_BODIES = 16  # the memory for bodies that are being read, in bodies of the largest size
 MIN_BYTES_PER_S = 1 << 16  # slower clients miss the deadline
 RETRY_AFTER_S = 1.0
+CONTINUE = "100-continue"
+EXPECTATION = web.RequestKey("expectation", str)  # a client of HTTP/1.1 waits for its answer
 
 
 class Intake:
@@ -117,6 +120,17 @@ def check_size(request: web.Request, max_body_size: int) -> None:
     size = request.content_length or 0
     if size > max_body_size and request.content_type != "multipart/form-data":
         raise refused(413, f"The request body has {size} bytes, more than {max_body_size}.")
+
+
+async def meet_expectation(request: web.Request) -> None:
+    """Asks for the body of a client that waits with it. The request's head has been checked."""
+    expectation = request.get(EXPECTATION)
+    if expectation is None or request.match_info.http_exception is not None:
+        return
+    if expectation.lower() != CONTINUE:
+        raise refused(417, f"The server meets no expectation but {CONTINUE}.")
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0  # the answer has not begun
 
 
 class HeldBody:

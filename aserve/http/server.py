@@ -39,7 +39,7 @@ from aserve.http.errors import (
 )
 from aserve.http.forwarding import forwarded
 from aserve.http.hosts import HOSTS, AllowedHosts
-from aserve.http.intake import INTAKE, Intake, check_size
+from aserve.http.intake import INTAKE, Intake, check_size, meet_expectation
 from aserve.http.openapi import DESCRIPTION, ApiDescription
 from aserve.http.peers import PEERS
 from aserve.http.responses import websocket
@@ -139,6 +139,7 @@ def border(context: HttpContext) -> Middleware:
             access = request.app[ACCESS].get(request.match_info.handler, UNKNOWN_ROUTE)
             request[IDENTITY] = keys.identify(request, access)
             check_size(request, context.options.max_body_size)
+            await meet_expectation(request)
             return await handler(request)
         except (AserveError, RequestFailed) as error:
             return await answer_error(request, info_of(error))

@@ -21,6 +21,7 @@ from aserve.http.connection import close_after_unsized
 from aserve.http.errors import RequestFailed, error_response, http_error_info, info_of, refused
 from aserve.http.forwarding import Headers, end_to_end
 from aserve.http.hosts import AllowedHosts
+from aserve.http.intake import check_size, meet_expectation
 from aserve.http.peers import ALONE, FORWARDED, PEERS
 from aserve.router.admin import Admin
 from aserve.router.balancer import Balancer
@@ -249,6 +250,8 @@ class Router:
         try:
             self._hosts.check_host(request)
             request[CLIENT] = self._keys.identify(request, self._access(request)).client
+            check_size(request, self.server.max_body_size)
+            await meet_expectation(request)
             return await handler(request)
         except (AserveError, RequestFailed) as error:
             response = error_response(info_of(error))

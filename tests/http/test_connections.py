@@ -48,10 +48,14 @@ class Client:
                     received += data
         return received
 
+    async def head(self) -> bytes:
+        async with asyncio.timeout(END_S):
+            return await self._reader.readuntil(b"\r\n\r\n")
+
     async def answer(self) -> tuple[int, Any]:
         """Status and body of one answer."""
+        head = await self.head()
         async with asyncio.timeout(END_S):
-            head = await self._reader.readuntil(b"\r\n\r\n")
             size = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
             return int(head.split()[1]), json.loads(await self._reader.readexactly(size))
 
@@ -108,6 +112,69 @@ async def test_a_client_of_http_1_0_sees_the_end_of_every_answer(streams: bool) 
         for _ in range(2):
             assert (await client.answer())[0] == 200
             client.writer.write(head + body)
+
+
+def expecting(what: str, path: str = "/v1/completions", **headers: object) -> bytes:
+    """The head of a request whose client holds back its body."""
+    given = {"Host": "localhost", "Content-Type": "application/json", "Content-Length": 9}
+    given |= {name.replace("_", "-"): value for name, value in headers.items()}
+    lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in given.items())]
+    return "\r\n".join([*lines, f"Expect: {what}", "", ""]).encode()
+
+
+@pytest.mark.parametrize("expected", ["100-continue", "100-Continue"])
+async def test_a_body_is_asked_for_when_the_head_is_good(expected: str) -> None:
+    body = json.dumps({"prompt": "a", "max_tokens": 3}).encode()
+    async with EchoEngine() as echo:
+        client = await Client.connect(echo)
+        for _ in range(2):
+            client.writer.write(expecting(expected, Content_Length=len(body)))
+            assert await client.head() == b"HTTP/1.1 100 Continue\r\n\r\n"
+            client.writer.write(body)
+            assert (await client.answer())[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/v1/completions", {"Content_Length": 10**11}, 413),
+        ("/v1/completions", {"Authorization": "Bearer other"}, 401),
+        ("/v1/completions", {"Host": "elsewhere"}, 403),
+        ("/nowhere", {}, 404),
+        ("/health", {}, 405),
+    ],
+)
+async def test_no_body_is_asked_for_whose_head_is_refused(
+    path: str, headers: dict[str, Any], status: int
+) -> None:
+    async with EchoEngine(api_key="right") as echo:
+        given = {"Authorization": "Bearer right"} | headers
+        client = await Client.connect(echo, expecting("100-continue", path, **given))
+        assert (await client.answer())[0] == status
+
+
+@pytest.mark.parametrize("expected", ["secret", "100-continue, secret"])
+@pytest.mark.parametrize(
+    ("path", "status"), [("/v1/completions", 417), ("/v1/messages", 417), ("/nowhere", 404)]
+)
+async def test_an_unknown_expectation_is_an_error_of_the_route(
+    path: str, status: int, expected: str
+) -> None:
+    async with EchoEngine() as echo:
+        client = await Client.connect(echo, expecting(expected, path))
+        got, body = await client.answer()
+        assert got == status
+        assert body.get("type") == ("error" if path == "/v1/messages" else None)
+        assert "secret" not in str(body)
+        if status == 417:
+            assert body["error"]["code"] == "expectation_failed"
+
+
+async def test_http_1_0_has_no_expectations() -> None:
+    async with EchoEngine() as echo:
+        head = expecting("secret", Content_Length=2).replace(b"HTTP/1.1", b"HTTP/1.0")
+        client = await Client.connect(echo, head + b"{}")
+        assert (await client.answer())[0] == 400
 
 
 class Written(asyncio.Transport):

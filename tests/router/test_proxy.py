@@ -225,6 +225,28 @@ async def sent(server: RouterServer, head: bytes) -> bytes:
     return answer
 
 
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ("Content-Length: 2\r\nExpect: 100-continue", b"HTTP/1.1 100 Continue\r\n"),
+        ("Content-Length: 99999999999\r\nExpect: 100-continue", b"HTTP/1.1 413 "),
+        ("Content-Length: 2\r\nExpect: wonders", b"HTTP/1.1 417 "),
+    ],
+)
+async def test_the_router_asks_for_a_body_when_it_has_checked_the_head(
+    fields: str, line: bytes
+) -> None:
+    async with routed(StandIn()) as (_, server):
+        port = int(server.address.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(
+            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{fields}\r\n\r\n".encode()
+        )
+        async with asyncio.timeout(10):
+            assert (await reader.readline()).startswith(line)
+        writer.close()
+
+
 async def test_a_compressed_answer_passes_as_it_is() -> None:
     data = gzip.compress(b'{"id":"x"}' * 100, mtime=0)
     head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(data)
