@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import json
 import os
@@ -210,17 +211,22 @@ async def test_replicas_join_and_leave_under_load_without_a_failed_request(
 
 def test_a_second_signal_ends_open_streams_and_all_processes(replicas: Replicas) -> None:
     pids = replicas.pids()
-    num_tokens = itertools.count(1)
+    begun: set[int] = set()
+    num_tokens = itertools.count()  # since all streams have begun
 
-    def count() -> None:
-        """Sends the second signal while all streams go on after the first one."""
-        if next(num_tokens) in (NUM_STREAMS, 2 * NUM_STREAMS):
+    def count(number: int) -> None:
+        """Sends the second signal while the streams go on after the first one."""
+        begun.add(number)
+        if len(begun) == NUM_STREAMS and next(num_tokens) in (0, NUM_STREAMS):
             replicas.process.send_signal(signal.SIGTERM)
 
     async def stream() -> list[Answer]:
         async with replicas.session() as session:
             await until(session, 2)
-            asked = (ask(session, each, count, num_tokens=1000) for each in range(NUM_STREAMS))
+            asked = (
+                ask(session, each, functools.partial(count, each), num_tokens=1000)
+                for each in range(NUM_STREAMS)
+            )
             return await asyncio.gather(*asked)
 
     answers = asyncio.run(stream())
