@@ -15,6 +15,7 @@ from aserve.messages.output import OutputChunk
 from aserve.messages.scored import PromptToken, TokenLogprob, join_parts
 
 MAX_UNREAD_BYTES = 16 << 20
+OF_ALL = -1  # child number of an error
 # The size of a batch, which is written in one short iteration of the loop. NOTE: it is more than
 # the detokenizer makes in one iteration, so a reader that does not wait for a client never falls
 # behind.
@@ -51,7 +52,10 @@ class Unread:
         return sum(map(len, self._queues.values()))
 
     def put(self, chunk: OutputChunk) -> None:
-        key, sized = (chunk.request_id, chunk.child), Sized(size_of(chunk), chunk)
+        # An error is about all sequences of its request, so it does not become one with the text
+        # of the sequence that it names.
+        child = chunk.child if chunk.error is None else OF_ALL
+        key, sized = (chunk.request_id, child), Sized(size_of(chunk), chunk)
         queue = self._queues.get(key)
         if queue is None:
             self._queues[key] = deque((sized,))

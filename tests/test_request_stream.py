@@ -93,6 +93,21 @@ async def test_a_reader_that_was_away_gets_one_chunk_per_child() -> None:
     ]
 
 
+async def test_an_error_comes_behind_the_unread_text_of_every_child_and_has_none() -> None:
+    bench = Bench()
+    request_stream = bench.gateway.open(request("r"))
+    for child in range(2):
+        bench.gateway.deliver(chunk("r", str(child), child=child))
+    error = EngineDead("it ended").info()
+    bench.gateway.deliver(OutputChunk("r", 0, "", b"", Usage(), error=error, is_last=True))
+    received = await anext(request_stream.batches())
+    assert [(item.child, item.text, item.error) for item in received] == [
+        (0, "0", None),
+        (1, "1", None),
+        (0, "", error),
+    ]
+
+
 async def test_silence_is_reported_and_does_not_end_the_answer() -> None:
     bench = Bench()
     batches = bench.gateway.open(request("r")).batches(idle_s=0.001)
