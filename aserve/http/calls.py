@@ -18,6 +18,7 @@ from aserve.http.openai.schema import GenerationBody
 
 # The outputs, int32, with which each choice of this call begins.
 BEGINNING = web.RequestKey("beginning", bytes)
+SEED = web.RequestKey("seed", int)  # of a fork, if its body names none
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,15 @@ class RunningCalls:
 
     def find(self, request_id: str) -> RunningCall | None:
         return self._running.get(request_id)
+
+
+def forked(request: web.Request, origin: Origin) -> Origin:
+    """Returns the origin of a call that may be a fork: with its seed, and the outputs with which
+    its choices begin."""
+    seed = request.get(SEED)
+    if seed is not None:
+        origin = replace(origin, draw_seed=lambda: seed)
+    return begin_with(request.get(BEGINNING, b""), origin)
 
 
 def begin_with(outputs: bytes, origin: Origin) -> Origin:

@@ -30,7 +30,8 @@ STARTED = web.RequestKey("started", StartedAnswer)
 
 # Renders an error in the JSON of one API.
 ErrorFormat: TypeAlias = Callable[[ErrorInfo], bytes]
-ERROR_FORMATS = web.AppKey("error_formats", dict[str, ErrorFormat])  # by the path of the route
+# by method and path of the route
+ERROR_FORMATS = web.AppKey("error_formats", dict[tuple[str, str], ErrorFormat])
 # A handler sets this if the body decides to which API its request belongs.
 ERROR_FORMAT: web.RequestKey[ErrorFormat] = web.RequestKey("error_format")
 
@@ -90,9 +91,9 @@ def error_fields(info: ErrorInfo) -> ErrorFields:
 def error_format_of(request: web.Request) -> ErrorFormat:
     """Returns the error format of the matched route, or OpenAI's for a URL without a route."""
     chosen = request.get(ERROR_FORMAT)
-    resource = request.match_info.route.resource
-    path = "" if resource is None else resource.canonical
-    return chosen or request.app[ERROR_FORMATS].get(path, error_body)
+    route = request.match_info.route
+    path = "" if route.resource is None else route.resource.canonical
+    return chosen or request.app[ERROR_FORMATS].get((route.method, path), error_body)
 
 
 def error_response(info: ErrorInfo, render: ErrorFormat | None = None) -> web.Response:

@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 from aserve.errors import InvalidRequest
-from aserve.http.calls import BEGINNING, RunningCall
+from aserve.http.calls import BEGINNING, SEED, RunningCall
 from aserve.http.errors import refused
 from aserve.http.openai.checks import unsupported
 from aserve.http.openai.limits import INT32, RANGES, Range, check_range, check_within
@@ -70,6 +70,8 @@ async def fork(request: web.Request, context: HttpContext, body: ForkBody) -> we
     original = context.gateway.requests[request_ids[0]]
     again = RunningCall(call.handler, forked_body(call.body, body, original))
     request[BEGINNING] = await kept_outputs(body, original, context)
+    if not body.index:  # where the body names no seed, as those of some APIs cannot at their top
+        request[SEED] = original.sampling.seed
     with context.calls.running(request[REQUEST_ID], again):
         return await again.handler(request, context, again.body)
 

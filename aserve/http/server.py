@@ -101,7 +101,7 @@ def create_app(context: HttpContext) -> web.Application:
     app[PEERS] = context.peers
     log_access(app, context)
     app.middlewares.append(border(context))
-    app[ERROR_FORMATS] = {route.path: route.errors for route in routes}
+    app[ERROR_FORMATS] = {(route.method, route.path): route.errors for route in routes}
     app[INTAKE] = Intake(context)
     app[ABORTS] = Aborts(context.gateway, context.calls)
     app[HOSTS] = AllowedHosts(options)

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from aserve.config import ServerOptions
 from aserve.errors import AserveError, EngineDead, ShuttingDown
 from aserve.http.auth import caller_of
-from aserve.http.calls import BEGINNING, RunningCalls, begin_with
+from aserve.http.calls import RunningCalls, forked
 from aserve.http.live_settings import LiveSettings
 from aserve.http.lora.registry import LoraRegistry
 from aserve.http.openai.answer_size import AnswerLimits
@@ -54,7 +54,7 @@ def origin_of(
         is_traced=context.latency.is_traced,
     )
     origin = origin_for(caller_for(request, context), request[REQUEST_ID], context, limits)
-    return begin_with(request.get(BEGINNING, b""), origin)
+    return forked(request, origin)
 
 
 def caller_for(request: web.Request, context: HttpContext) -> Caller:
@@ -98,6 +98,7 @@ class ServerState:
     reason: str = "loading the model"
     max_model_len: int | None = None
     is_paused: bool = False  # by the administrator
+    is_updating: bool = False  # the weights: nothing runs meanwhile
     is_asleep: bool = False
     weight_version: str = "default"  # that the administrator gave to the weights
     weights: LoadWeights | None = None  # the last update of the weights, if there was one
@@ -123,6 +124,11 @@ class ServerState:
         """Returns what the model is for: a model that generates also embeds."""
         return "generate" if self.spec is None else self.spec.task
 
+    @property
+    def is_held(self) -> bool:
+        """Whether new requests are refused until the administrator, or an update, is done."""
+        return self.is_paused or self.is_updating
+
     def next_job(self) -> int:
         """Returns a number that no other job has."""
         self.num_jobs += 1
@@ -136,7 +142,7 @@ class ServerState:
     def refusal(self) -> AserveError | None:
         """Returns the error for new requests, or None if the server accepts them."""
         match self.phase:
-            case "ready" if self.is_paused:
+            case "ready" if self.is_held:
                 return ShuttingDown(
                     "the server is paused by its administrator",
                     code="server_paused",

@@ -41,6 +41,11 @@ class TokenizeService:
         self._encoder = None
         self._thread.shutdown(wait=False, cancel_futures=True)
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The special tokens, which texts leave out; none until the tokenizer is loaded."""
+        return frozenset() if self._encoder is None else self._encoder.tokenizer.special_ids
+
     async def count(self, prompt: Prompt) -> int:
         """Returns the number of tokens of a prompt, those of its pictures included."""
         return await self.run_on(prompt, lambda encoder, whole: len(encoder.encode(whole)))

@@ -120,8 +120,8 @@ class FurtherFrontend:
             case SharedState():
                 state = self._frontend.state
                 state.cache_epoch, state.is_paused = message.cache_epoch, message.is_paused
-                state.is_asleep, state.weights = message.is_asleep, message.weights
-                state.weight_version = message.weight_version
+                state.is_updating, state.is_asleep = message.is_updating, message.is_asleep
+                state.weights, state.weight_version = message.weights, message.weight_version
             case ChangeSettings():
                 self._frontend.state.settings.follow(message)
             case _:

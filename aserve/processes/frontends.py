@@ -76,6 +76,7 @@ class SharedState(Message, frozen=True):
 
     cache_epoch: str
     is_paused: bool
+    is_updating: bool
     is_asleep: bool
     weight_version: str
     weights: LoadWeights | None
@@ -156,7 +157,12 @@ class Frontends:
         assert self._first is not None
         now = self._first.state
         return SharedState(
-            now.cache_epoch, now.is_paused, now.is_asleep, now.weight_version, now.weights
+            now.cache_epoch,
+            now.is_paused,
+            now.is_updating,
+            now.is_asleep,
+            now.weight_version,
+            now.weights,
         )
 
     def lose(self, number: int) -> None:

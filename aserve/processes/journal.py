@@ -101,6 +101,12 @@ class Journal:
         entry = self._open.get(request_id)
         return entry is not None and not entry.is_sent
 
+    def has_begun(self, request_id: str) -> bool:
+        """Whether the request is with an engine or was begun by one, or has ended."""
+        return not self.is_waiting(request_id) or any(
+            child.cached_len is not None for child in self._open[request_id].children
+        )
+
     def admit(self, request: AdmitRequest, *, is_sent: bool) -> None:
         """Notes a request, which the engine of now gets at once or a later one by `resume`."""
         entry = self._open[request.request_id] = _Entry(request)

@@ -15,6 +15,7 @@ from typing import assert_never
 
 from aserve.actors.admission import too_early
 from aserve.actors.base import DeathReport, unexpected
+from aserve.actors.deadlines import deadlines_of
 from aserve.actors.supervisor import Supervised
 from aserve.channel import Sink
 from aserve.engine_core import EngineCorePorts
@@ -199,9 +200,9 @@ class RemoteEngineCore:
                 | KvTransferred()
                 | TierUsed()
                 | RequestState()
+                | EngineDown()
+                | EngineUp()
             ):
-                self._ports.report(message)
-            case EngineDown() | EngineUp():
                 self._ports.report(message)
             case Beat():
                 self._heard_at_s = time.monotonic()
@@ -361,15 +362,19 @@ class RemoteEngineCore:
             self._submit(self._settings)
 
     def _set_deadline(self, request: AdmitRequest) -> None:
-        """Ends the request at the end of its timeout if no engine, which would, has it then."""
-        if request.deadline_s is not None:
-            left_s = request.deadline_s - time.monotonic()
-            loop = asyncio.get_running_loop()
-            loop.call_later(max(left_s, 0), self._expire, request.request_id)
+        """Ends the request at the end of its timeout or of its longest wait if no engine, which
+        would, has it then."""
+        times = (request.deadline_s, None if request.is_resumed else request.queue_deadline_s)
+        for end_s in filter(None, times):
+            asyncio.get_running_loop().call_later(
+                max(end_s - time.monotonic(), 0), self._expire, request, end_s
+            )
 
-    def _expire(self, request_id: str) -> None:
-        if self._journal.is_waiting(request_id):
-            self.send(Cancel(request_id, None, 0, "deadline"))
+    def _expire(self, request: AdmitRequest, end_s: float) -> None:
+        if end_s == request.deadline_s and self._journal.is_waiting(request.request_id):
+            self.send(Cancel(request.request_id, None, 0, "deadline"))
+        elif not self._journal.has_begun(request.request_id):
+            self._end(request.request_id, deadlines_of(request).error("an engine was there").info())
 
     def _send_again(self, messages: list[RequestEvent]) -> None:
         while messages:

@@ -236,3 +236,24 @@ async def test_what_runs_ends_on_the_old_weights_or_is_aborted(other: Path) -> N
         assert len((await running)[0]) < 900
         async with client.get("/is_paused") as answered:
             assert (await answered.json())["is_paused"]
+
+
+async def test_nothing_runs_across_an_update_and_a_pause_that_was_asked_for_meanwhile_stays(
+    other: Path,
+) -> None:
+    async with serving(MODEL_DIR, dtype=DTYPE) as client:
+        running = asyncio.ensure_future(outputs(client, 400))
+        await until(client, "/load", lambda answer: answer["server_load"])
+        updated = asyncio.ensure_future(
+            post(client, "/update_weights_from_disk", model_path=str(other))
+        )
+        await until(client, "/is_paused", lambda answer: answer["is_paused"])
+        assert (await post(client, "/continue_generation"))[1]["is_paused"]
+        status, answer = await post(client, "/v1/completions", prompt=PROMPT, max_tokens=1)
+        assert (status, answer["error"]["code"]) == (503, "server_paused")
+        await post(client, "/pause_generation", mode="wait", timeout=0.001)
+        assert (await updated)[0] == 200
+        await running
+        assert (await post(client, "/v1/completions", prompt=PROMPT, max_tokens=1))[0] == 503
+        assert not (await post(client, "/continue_generation"))[1]["is_paused"]
+        assert (await post(client, "/v1/completions", prompt=PROMPT, max_tokens=1))[0] == 200

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from aserve.engine import Engine
 from aserve.gpu.build import BuildOptions, build_executor
 from aserve.gpu.hisparse.config import HiSparseConfig
 from aserve.gpu.spec.request import SpecOptions
@@ -136,3 +137,24 @@ def test_compiled_kernels_give_the_same_tokens(trained: Trained) -> None:
     assert served.outputs == {
         key: tokens for key, tokens in trained.plain.outputs.items() if key[0] != "warm"
     }
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_pages_that_come_up_from_host_memory_change_no_token(trained: Trained, policy: str) -> None:
+    """The second time a prompt comes, others have taken its pages. Rows are longer than the number
+    of keys that a query of the sparse model sees."""
+    story = load_tokenizer(MODEL_DIR).encode(STORY * 4, with_special=False)
+    prompts = [[1, *story[start : start + 60]] for start in (0, 9, 17)]
+    asked = [request(f"r{n}", ids, max_tokens=12) for n, ids in enumerate(prompts)]
+    expected = trained.run(asked, **PLAIN | {"num_pages": 90}).outputs
+    options: dict[str, Any] = {"model": str(trained.folder), "dtype": "float64", "page_size": 1}
+    options |= {"num_pages": 90, "hicache_size": 0.01, "hicache_write_policy": policy}
+    fields = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    with Engine(**options) as engine:
+        for _ in range(2):
+            for number, prompt in enumerate(prompts):
+                [made] = engine.generate_sync([prompt], **fields)
+                assert list(made.choices[0].token_ids) == expected[f"r{number}", 0]
+        registry = engine._frontend.metrics.registry
+        labels = {"tier": "host", "direction": "up"}
+        assert registry.get_sample_value("aserve_kv_tier_bytes_total", labels)

@@ -77,11 +77,22 @@ class Rig:
         return self.engine.process
 
     async def ask(
-        self, name: str, *, lora_slot: int = 0, timeout_s: float | None = None, **fields: Any
+        self,
+        name: str,
+        *,
+        lora_slot: int = 0,
+        timeout_s: float | None = None,
+        max_queue_s: float | None = None,
+        **fields: Any,
     ) -> list[OutputChunk]:
         sampling = SamplingParams(**{"seed": 1, "max_tokens": 40, "ignore_eos": True} | fields)
         request = GenerateRequest(
-            name, TokenPrompt((1, 2)), sampling, lora_slot=lora_slot, timeout_s=timeout_s
+            name,
+            TokenPrompt((1, 2)),
+            sampling,
+            lora_slot=lora_slot,
+            timeout_s=timeout_s,
+            max_queue_s=max_queue_s,
         )
         return [chunk async for chunk in self.frontend.gateway.open(request)]
 

@@ -59,6 +59,7 @@ class IndexKeys:
             )
             for layer in site.layers
         }
+        pools.index_keys.update(self._keys)  # they move with the latents
 
     @property
     def size_bytes(self) -> int:

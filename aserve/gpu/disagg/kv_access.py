@@ -1,7 +1,8 @@
 """Gathers the KV of single tokens from the pools, and scatters it into them.
 
 The bytes of a transfer are those of the model's layers in their order, and then those of the
-drafter's. Each layer gives keys [tokens, bytes of a slot], and then values unless it has latents.
+drafter's. Each layer gives keys [tokens, bytes of a slot], and then values, or the index keys of
+sparse layers, which have latents.
 """
 
 from __future__ import annotations
@@ -201,17 +202,18 @@ def _settle(done: Future[T], work: Callable[[], T]) -> None:
 @dataclass(frozen=True, slots=True)
 class _Layer:
     """A layer that stores KV. `index` is that of the model, or -1 for a drafter's. `pools` are
-    views [slots, words of a slot].
+    views [slots, words of a slot]: of keys and values, or of latents and their index keys.
     """
 
     index: int
     group: int
     pools: tuple[Tensor, ...]
+    is_latent: bool
 
     @property
     def is_divided(self) -> bool:
         """Tensor-parallel ranks divide heads. Latents and drafters are whole on each of them."""
-        return self.index >= 0 and len(self.pools) > 1
+        return self.index >= 0 and not self.is_latent
 
     @property
     def slot_bytes(self) -> tuple[int, ...]:
@@ -228,14 +230,16 @@ def _layers_of(pools: tuple[KvPools, ...]) -> list[_Layer]:
                 continue
             seen.add(layer.keys.data_ptr())
             is_latent = layer.values.data_ptr() == layer.keys.data_ptr()
-            stored = (layer.keys,) if is_latent else (layer.keys, layer.values)
+            stored = [layer.keys] if is_latent else [layer.keys, layer.values]
+            if index in each.index_keys:
+                stored.append(each.index_keys[index])
             words = tuple(_slot_words(pool) for pool in stored)
-            found.append(_Layer(-1 if number else index, layer.group, words))
+            found.append(_Layer(-1 if number else index, layer.group, words, is_latent))
     return found
 
 
 def _slot_words(pool: Tensor) -> Tensor:
-    """A view of a layer's pool [slots, heads, dim] as words [slots, words of a slot].
+    """A view of a layer's pool [slots, ...] as words [slots, words of a slot].
 
     PERF: words of 8 bytes are copied up to three times as fast as single bytes.
     """

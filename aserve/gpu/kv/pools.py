@@ -77,11 +77,13 @@ TORCH_KV_OPS = KvOps()
 
 class KvPools:
     """`page_tables`: int64 [max_rows + 1, max_pages_per_row], one per group; unused entries are 0.
-    `token_pool`: int32 [slots of group 0], the token id of each slot."""
+    `token_pool`: int32 [slots of group 0], the token id of each slot. `index_keys`: [slots, index
+    dim], by layer; those that sparse attention keeps in the slots of its latents."""
 
     __slots__ = (
         "_ops",
         "_pools",
+        "index_keys",
         "layers",
         "num_pages",
         "page_size",
@@ -116,6 +118,7 @@ class KvPools:
     def _allocate(
         self, groups: tuple[LayerGroup, ...], specs: tuple[GroupSpec, ...], dtype: torch.dtype
     ) -> None:
+        self.index_keys: dict[int, Tensor] = {}
         zeros = self._ops.zeros or partial(_zeros_on, self.device)
         # per group keys and values, or latents alone: [layers, slots, kv_heads, head_dim]
         self._pools: list[tuple[Tensor, ...]] = []

@@ -9,8 +9,11 @@ from torch import Tensor
 
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
 from aserve.gpu.models.base import Attend
+from aserve.gpu.models.indexer import IndexInputs
+from aserve.gpu.models.latent_attention import LatentAttend, LatentInputs, SparseAttend
 
 OnStored: TypeAlias = Callable[[int], None]
+Tell: TypeAlias = Callable[[LayerSpec, int], None]
 
 
 class KvStreams:
@@ -42,11 +45,48 @@ class KvStreams:
         if not self._current:
             return attend
 
-        def attend_and_tell(layer: LayerSpec, inputs: AttentionInputs) -> Tensor:
-            out = attend(layer, inputs)
-            if len(inputs.heads) == num_tokens:
+        def tell(layer: LayerSpec, num_stored: int) -> None:
+            if num_stored == num_tokens:
                 for on_stored in self._current:
                     on_stored(layer.index)
-            return out
 
-        return attend_and_tell
+        if isinstance(attend, SparseAttend):
+            return _SparseTold(attend, tell)
+        return (
+            _LatentsTold(attend, tell) if isinstance(attend, LatentAttend) else _Told(attend, tell)
+        )
+
+
+class _Told:
+    """Calls `tell` with each layer and the number of tokens whose KV it has stored."""
+
+    __slots__ = ("_attend", "_tell")
+
+    def __init__(self, attend: Attend, tell: Tell) -> None:
+        self._attend = attend
+        self._tell = tell
+
+    def __call__(self, layer: LayerSpec, inputs: AttentionInputs, /) -> Tensor:
+        out = self._attend(layer, inputs)
+        self._tell(layer, len(inputs.heads))
+        return out
+
+
+class _LatentsTold(_Told):
+    _attend: LatentAttend
+
+    def attend_latents(self, layer: LayerSpec, inputs: LatentInputs, /) -> Tensor:
+        out = self._attend.attend_latents(layer, inputs)
+        self._tell(layer, len(inputs.q))
+        return out
+
+
+class _SparseTold(_Told):
+    _attend: SparseAttend
+
+    def attend_sparse(
+        self, layer: LayerSpec, inputs: LatentInputs, index: IndexInputs, /
+    ) -> Tensor:
+        out = self._attend.attend_sparse(layer, inputs, index)
+        self._tell(layer, len(inputs.q))
+        return out

@@ -12,6 +12,7 @@ import msgspec
 from aserve.batches.lines import LineAnswer
 from aserve.batches.records import BatchLine
 from aserve.errors import AserveError, InvalidRequest
+from aserve.http.abort import ABORTED
 from aserve.http.body import parse_body
 from aserve.http.errors import RequestFailed, error_body, info_of
 from aserve.http.json_bounds import check_json_bounds
@@ -99,7 +100,9 @@ class HttpLineWork:
             body = await ENDPOINTS[line.url](self._context, origin, bytes(line.body))
         except (AserveError, RequestFailed) as error:
             info = info_of(error)
-            again_s = (info.retry_after_s or RETRY_S) if info.status in AGAIN else None
+            is_paused = info.code == ABORTED and state.is_held  # whose begin has ended the line
+            is_again = info.status in AGAIN or is_paused
+            again_s = (info.retry_after_s or RETRY_S) if is_again else None
             return LineAnswer(info.status, error_body(info), again_s)
         return LineAnswer(200, body)
 

@@ -30,10 +30,13 @@ PAUSE = "/pause_generation"
 
 
 class PauseBody(msgspec.Struct, kw_only=True):
-    """`abort` ends the running requests; `wait` waits for them, at most `timeout` seconds."""
+    """`abort` ends the running requests; `wait` waits for them, at most `timeout` seconds. With
+    `until_updated` the pause is one of an update of the weights, which ends with it.
+    """
 
     mode: Literal["abort", "wait"] = "abort"
     timeout: float = 60.0
+    until_updated: bool = False
 
 
 class PauseAnswer(msgspec.Struct):
@@ -64,7 +67,10 @@ async def pause_all(request: web.Request, context: HttpContext, body: PauseBody)
 
 async def _pause(request: web.Request, context: HttpContext, body: PauseBody) -> PauseAnswer:
     check_range(body.timeout, "timeout")
-    context.state.is_paused = True
+    if body.until_updated:
+        context.state.is_updating = True
+    else:
+        context.state.is_paused = True
     gateway = context.gateway
     if body.mode == "abort":
         request.app[ABORTS].abort(request[IDENTITY], None, "The server was paused.")
@@ -81,7 +87,7 @@ async def resume(request: web.Request, context: HttpContext) -> web.Response:
 
 
 async def read_pause(_: web.Request, context: HttpContext) -> web.Response:
-    return json_response(PauseAnswer(context.state.is_paused, context.gateway.num_open))
+    return json_response(PauseAnswer(context.state.is_held, context.gateway.num_open))
 
 
 async def flush_cache(_: web.Request, context: HttpContext) -> web.Response:

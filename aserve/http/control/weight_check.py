@@ -63,7 +63,7 @@ async def check_weights(
     if body.allow_quant_error:
         raise unsupported("allow_quant_error", NO_TOLERANCE)
     state = context.state
-    if (refusal := state.refusal()) is not None and not state.is_paused:
+    if (refusal := state.refusal()) is not None and not state.is_held:
         raise refusal
     if state.update is not None:
         raise refused(400, "An update of the weights is running.")

@@ -152,9 +152,12 @@ async def _update(
 ) -> None:
     """Raises if the weights are still the old ones."""
     state = context.state
-    was_paused = state.is_paused
     try:
-        mode = PauseBody(mode="abort" if body.abort_all_requests else "wait", timeout=body.timeout)
+        mode = PauseBody(
+            mode="abort" if body.abort_all_requests else "wait",
+            timeout=body.timeout,
+            until_updated=True,
+        )
         if num_running := await pause_all(request, context, mode):
             raise refused(
                 400,
@@ -166,11 +169,11 @@ async def _update(
             raise RequestFailed(error)
         state.weights, state.weight_version = load, version
         state.flush_cache()
-        was_paused = was_paused or bool(body.keep_pause)
+        state.is_paused |= bool(body.keep_pause)
         path, tensors = load.path, load.tensors[-1:]
         logger.info("weights updated path=%s tensors=%s version=%s", path, tensors, version)
     finally:
-        state.is_paused = was_paused
+        state.is_updating = False
         state.update = None
         state.share()
 

@@ -224,7 +224,7 @@ class LlamaRendering:
         part.model = self.call.model
         part.generation_settings = settings_of(self.call)
         part.stop_type = stop_type_of(output)
-        part.stopping_word = output.stop_reason if isinstance(output.stop_reason, str) else ""
+        part.stopping_word = str(output.stop_reason) if part.stop_type == "word" else ""
         part.tokens_cached = output.usage.cached_tokens
         part.truncated = False
         part.has_new_line = "\n" in output.text

@@ -26,7 +26,7 @@ from aserve.http.route import get, post
 from aserve.http.sse import EVENT_STREAM, KEEP_ALIVE
 from aserve.http.state import HttpContext, origin_of
 from aserve.messages.output import OutputChunk
-from aserve.messages.scored import PromptToken, TokenLogprob
+from aserve.messages.scored import TokenLogprob, TopLogprob
 
 DEFAULT_MAX_TOKENS = 100
 
@@ -92,7 +92,9 @@ async def tgi_answer(
     origin = origin_of(request, context)
     with field_names(NAMES):
         call = tgi_call(body, parameters, origin, is_streaming=is_streaming)
-    return await answer(request, context, TgiRendering(call, body.inputs, parameters))
+    rendering = TgiRendering(call, body.inputs, parameters)
+    rendering.special_ids = context.tokenize_service.special_ids
+    return await answer(request, context, rendering)
 
 
 def tgi_call(
@@ -214,6 +216,7 @@ class TgiRendering:
 
     def __init__(self, call: Call, inputs: str, parameters: TgiParameters) -> None:
         self.call = call
+        self.special_ids: frozenset[int] = frozenset()  # tokens that clients leave out of texts
         self._start = inputs if parameters.return_full_text else ""
         self._shows_details = bool(parameters.details or parameters.decoder_input_details)
         self._num_events = 0
@@ -224,7 +227,7 @@ class TgiRendering:
             if self._num_events:
                 yield frame(msgspec.json.encode(self._held))
             self._num_events += 1
-            self._held = StreamEvent(self._num_events, _token(entry), self._top(entry))
+            self._held = StreamEvent(self._num_events, self._token(entry), self._top(entry))
         if output.finish_reason is not None:
             self._held.generated_text = self._start + output.text
             self._held.details = StreamDetails(
@@ -253,18 +256,18 @@ class TgiRendering:
                 prefill=[
                     PrefillToken(each.token_id, each.token, each.logprob) for each in output.prompt
                 ],
-                tokens=[*map(_token, output.logprobs)],
+                tokens=[*map(self._token, output.logprobs)],
                 top_tokens=[*map(self._top, output.logprobs)],
             )
         return (msgspec.json.encode(generated),)
 
     def _top(self, entry: TokenLogprob) -> list[Token]:
         tops = entry.top[: self.call.sampling.logprobs or 0]
-        return [Token(top.token_id, top.token, top.logprob) for top in tops]
+        return [self._token(top) for top in tops]
 
-
-def _token(entry: TokenLogprob | PromptToken) -> Token:
-    return Token(entry.token_id, entry.token, entry.logprob)
+    def _token(self, entry: TokenLogprob | TopLogprob) -> Token:
+        is_special = entry.token_id in self.special_ids
+        return Token(entry.token_id, entry.token, entry.logprob, is_special)
 
 
 def _mean_logprob(output: Output) -> float:

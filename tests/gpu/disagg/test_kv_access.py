@@ -158,8 +158,18 @@ def test_kv_in_host_memory_is_not_transferred() -> None:
         TorchKvAccess(state, CpuDevice("cpu"), lambda _: None)
 
 
-async def test_layers_of_a_step_are_read_while_it_runs_but_for_the_last_one() -> None:
-    executor = make_executor(HashModel(window=40, second_window=50))
+STREAMED = {
+    "windows": HashModel(window=40, second_window=50),
+    "latents": HashModel(is_latent=True),
+    "latents and index keys": HashModel(is_latent=True, top_k=5),
+}
+
+
+@pytest.mark.parametrize("model", STREAMED.values(), ids=STREAMED)
+async def test_layers_of_a_step_are_read_while_it_runs_but_for_the_last_one(
+    model: HashModel,
+) -> None:
+    executor = make_executor(model, attention="torch-ref")
     access = executor.kv_access()
     layers = executor._runner.state.pools.layers
     came: list[tuple[int, memoryview]] = []
@@ -176,9 +186,10 @@ async def test_layers_of_a_step_are_read_while_it_runs_but_for_the_last_one() ->
         access.stream(batch.iteration, pages, range(2, 7), on_layer)
         access.stream(batch.iteration + 1, pages, range(2, 7), on_layer)
         assert isinstance(await executor.launch(batch), StepResult)
-        reads = [access.read(pages, 2, 7, layer) for layer in range(4)]
+        num_layers = len(access.layer_bytes)
+        reads = [access.read(pages, 2, 7, layer) for layer in range(num_layers + 1)]
         whole, *_ = behind = [bytes(read.result(10)()) for read in reads]
-        assert [layer for layer, _ in came] == [0, 1]
+        assert [layer for layer, _ in came] == [*range(num_layers - 1)]
         assert not any(is_next_stored)
         for layer, values in came:
             assert values == behind[layer][: len(values)]
@@ -187,4 +198,4 @@ async def test_layers_of_a_step_are_read_while_it_runs_but_for_the_last_one() ->
         builder.iteration += 1  # a step that was dropped, and so is the wish
         later = builder.batch({3: [5, 6]}, sampling=[3])
         assert isinstance(await executor.launch(later), StepResult)
-    assert len(came) == 2
+    assert len(came) == num_layers - 1

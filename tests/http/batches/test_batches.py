@@ -13,9 +13,11 @@ import pytest
 from openai.types import Batch
 
 from aserve.errors import QueueFull
+from aserve.http import state
 from aserve.http.batches import handlers, lines
 from tests.fakes.echo_engine import EchoEngine
 from tests.fakes.executor import SPEC
+from tests.http.asking import ask, bearer
 
 COMPLETIONS: Any = "/v1/completions"
 
@@ -152,6 +154,25 @@ async def test_a_line_waits_for_an_engine_that_is_full(
         await echo.until(lambda: len(echo.scheduler.admitted) >= 3)
         echo.scheduler.refusal = None
         assert (await ended(echo.client, batch)).output_file_id
+
+
+async def test_a_line_that_a_pause_has_ended_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "RETRY_S", 0.01)
+    monkeypatch.setattr(state, "RETRY_AFTER_S", 0.01)
+    async with EchoEngine(files_dir=str(tmp_path), admin_api_key="root") as echo:
+        echo.scheduler.is_paused = True
+        batch = await create(echo.client, prompts(1))
+        await echo.until(lambda: bool(echo.scheduler.live))
+        for path in ("/pause_generation", "/continue_generation"):
+            answer = await ask(echo, path, {}, headers=bearer("root"))
+            assert answer.status == 200
+        echo.scheduler.is_paused = False
+        echo.scheduler.resume()
+        counts = (await ended(echo.client, batch)).request_counts
+        assert counts is not None
+        assert (counts.completed, counts.failed) == (1, 0)
 
 
 async def test_a_failure_of_ours_fails_the_batch_alone(

@@ -101,6 +101,14 @@ async def test_tgi_answers_with_the_details_that_are_asked_for(echo: EchoEngine)
     assert [each["logprob"] for each in details["prefill"][:3]] == [None, -1.0, -2.0]
 
 
+async def test_tgi_marks_the_special_tokens_that_its_text_leaves_out(echo: EchoEngine) -> None:
+    body = {"inputs": "hi", "parameters": {"details": True}}
+    answer = await told(echo, "/generate", body)
+    shown = [each["text"] for each in answer["details"]["tokens"] if not each["special"]]
+    assert "".join(shown) == answer["generated_text"] == "hi"
+    assert answer["details"]["tokens"][-1]["special"]
+
+
 async def test_llama_cpp_answers_with_its_counts_and_reason(echo: EchoEngine) -> None:
     body = {"prompt": TEXT, "stop": ["sto"], "return_tokens": True, "n_probs": 1}
     answer = await told(echo, "/completion", body)
