@@ -60,15 +60,8 @@ HOP_BY_HOP = frozenset(
     name.lower()
     for name in (
         *(hdrs.CONNECTION, hdrs.KEEP_ALIVE, hdrs.PROXY_AUTHENTICATE, hdrs.PROXY_AUTHORIZATION),
-        *(
-            "Proxy-Connection",
-            hdrs.TE,
-            hdrs.TRAILER,
-            hdrs.TRANSFER_ENCODING,
-            hdrs.UPGRADE,
-            hdrs.EXPECT,
-            FORWARDED,
-        ),
+        *(hdrs.TRAILER, hdrs.TRANSFER_ENCODING, hdrs.UPGRADE, hdrs.EXPECT, FORWARDED),
+        *("Proxy-Connection", hdrs.TE),
         *(hdrs.SEC_WEBSOCKET_KEY, hdrs.SEC_WEBSOCKET_VERSION, hdrs.SEC_WEBSOCKET_EXTENSIONS),
         *(hdrs.SEC_WEBSOCKET_PROTOCOL, hdrs.SERVER, hdrs.DATE),
     )

@@ -46,9 +46,8 @@ def _serve(start: StartReplica, router: socket.socket) -> int:
     try:
         return serve(start.resolved, peers=Peers(token=start.token), parent=router)
     finally:
-        if (
-            os.getppid() != router_pid
-        ):  # it was killed; the last replica removes the sockets' folder
+        # A killed router leaves the folder of the sockets, which is empty behind the last replica.
+        if os.getppid() != router_pid:
             with contextlib.suppress(OSError):
                 os.rmdir(os.path.dirname(start.resolved.server.uds or ""))
 
