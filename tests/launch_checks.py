@@ -34,14 +34,14 @@ class LaunchChecks:
         self._check_skipped(batch)
 
     def _check_skipped(self, batch: ScheduleBatch) -> None:
-        """A row whose last step skipped the drafter has no drafts."""
+        """A row whose last step skipped a drafter with a model has no drafts."""
         rows = array_i32(batch.rows).tolist()
         if batch.skips_drafter:
             assert batch.verify is None
             self.num_skipped += 1
             self._skipped.update(rows)
             return
-        if batch.verify is not None:
+        if batch.verify is not None and not self.spec.decode.continues_repeats:
             drafts = zip(rows, array_i32(batch.verify.num_drafts).tolist(), strict=True)
             assert self._skipped.isdisjoint(row for row, num_drafts in drafts if num_drafts)
         self._skipped.difference_update(rows)
