@@ -67,8 +67,8 @@ class ModelOptions:
     )
     dtype: str = option(
         "auto",
-        "dtype of weights and KV; auto: the fastest one on this machine; a CPU without "
-        "instructions for bfloat16 multiplies such weights in float32",
+        "dtype of weights and KV; auto: the fastest one on this machine; a CPU with AVX2 and no "
+        "instructions for bfloat16 multiplies such weights in float32, unless the model is tiny",
         Limits(
             choices=("auto", "float32", "float64", "bfloat16", "float16"),
             value_aliases={"half": "float16", "float": "float32"},

@@ -574,7 +574,7 @@ MUTANTS = (
     Mutant(
         "a sequence that is alone waits for pages that nobody gives it",
         "aserve/scheduling/prefixes.py",
-        "    may_wait = sequence.awaits_kv and state.rows.num_taken_of(rank) > 0",
+        "    may_wait = sequence.awaits_kv and not is_alone",
         "    may_wait = sequence.awaits_kv",
         "tests/scheduling/test_transfers.py"
         "::test_a_sequence_that_is_alone_without_pages_for_all_its_kv_computes_it_here",

@@ -159,7 +159,8 @@ class KvReceiver(Actor[None]):
 
     def end_request(self, request_id: str, error: ErrorInfo) -> None:
         """Ends the transfer of a sequence, which is computed here. The thread has ended."""
-        self._end(request_id, error.message)
+        if request_id in self._transfers:
+            self._end(request_id, error.message)
 
     async def _receive(self, name: str, transfer: _Transfer) -> None:
         work = functools.partial(self._try_peers, transfer)
@@ -168,16 +169,16 @@ class KvReceiver(Actor[None]):
     def _end(self, name: str, reason: str | None) -> None:
         transfer = self._transfers.pop(name)
         asked = transfer.asked
+        if reason is None:
+            self._events.send(KvReady(asked.request_id, asked.child, b""))
+        else:
+            self._events.send(KvFailed(asked.request_id, asked.child, StepError(reason).info()))
+        if reason is not None and not transfer.is_cancelled:
+            logger.warning("the KV of %s is computed here: %s", asked.request_id, reason)
         outcome = "ok" if reason is None else "cancelled" if transfer.is_cancelled else "failed"
         seconds = time.monotonic() - transfer.began_s
         carrier = "none" if transfer.inlet is None else transfer.inlet.carrier
         self._report(KvTransferred("received", outcome, carrier, transfer.num_bytes, seconds))
-        if reason is None:
-            self._events.send(KvReady(asked.request_id, asked.child, b""))
-            return
-        if not transfer.is_cancelled:
-            logger.warning("the KV of %s is computed here: %s", asked.request_id, reason)
-        self._events.send(KvFailed(asked.request_id, asked.child, StepError(reason).info()))
 
     def _try_peers(self, transfer: _Transfer) -> str | None:
         """Runs on the transfer's thread. Returns None when all KV is in the pools, or the reason

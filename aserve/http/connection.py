@@ -26,7 +26,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from aiohttp import HttpVersion11, hdrs, web
+from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import LineTooLong
+from multidict import CIMultiDict, CIMultiDictProxy
 
 from aserve.config import ServerOptions
 from aserve.errors import BugError, ErrorInfo
@@ -35,6 +37,7 @@ from aserve.http.intake import EXPECTATION
 from aserve.http.masked_frames import MaskedFrames
 from aserve.http.peers import Peers
 from aserve.http.tls import tls_context
+from aserve.options.option import is_host
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +69,8 @@ async def listen(
         return [await loop.create_unix_server(connections, options.uds, backlog=BACKLOG, ssl=tls)]
     is_shared = peers.are_several
     host, port = options.host, options.port
-    try:
-        host.encode("idna")
-    except UnicodeError as error:  # sockets raise it, too
-        raise OSError(f"{host!r} is no host name") from error
+    if host and not is_host(host):
+        raise OSError(f"{host!r} is no host name")
     if is_shared and not peers.number:
         await check_free(host, port)
     listeners = await open_port(connections, host, port, tls=tls, is_shared=is_shared)
@@ -89,13 +90,12 @@ def _defer_expectations(server: web.Server) -> None:
     """
     make_request = server.request_factory
 
-    def make(*parts: Any) -> web.BaseRequest:
-        request = make_request(*parts)
-        if hdrs.EXPECT not in request.headers:
-            return request
-        headers = request.headers.copy()
+    def make(message: RawRequestMessage, *parts: Any) -> web.BaseRequest:
+        if hdrs.EXPECT not in message.headers:
+            return make_request(message, *parts)
+        headers = CIMultiDict(message.headers)
         given = headers.popall(hdrs.EXPECT)
-        request = request.clone(headers=headers)
+        request = make_request(message._replace(headers=CIMultiDictProxy(headers)), *parts)
         if request.version >= HttpVersion11:
             request[EXPECTATION] = ", ".join(given)
         return request

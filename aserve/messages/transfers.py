@@ -133,10 +133,10 @@ class KvLayer(Record, frozen=True):
 
 class KvLayout(Record, frozen=True):
     """Describes what a transfer reads and writes: the layers in their order. Of each layer come
-    keys [tokens, bytes of a slot], and then values unless it has latents.
+    keys [tokens, bytes of a slot], and then values, or the index keys of sparse layers.
     """
 
-    dtypes: tuple[str, ...]  # of the model's KV, and of a drafter's
+    dtypes: tuple[str, ...]  # of the model's KV, and of a drafter's; with those of index keys
     layers: tuple[KvLayer, ...]
 
     @property

@@ -143,13 +143,19 @@ def host_and_port(text: str) -> tuple[str, int]:
     """Parses HOST:PORT, with brackets around the colons of an IPv6 address. Raises ValueError."""
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    try:
-        is_address = bool(host.encode("idna")) and port.isdecimal() and 0 < int(port) < 1 << 16
-    except UnicodeError:  # of a name that sockets do not take, such as one with an empty label
-        is_address = False
-    if not is_address:
+    if not is_host(host) or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ValueError(f"{text!r} is not HOST:PORT")
     return host, int(port)
+
+
+def is_host(name: str) -> bool:
+    """Whether a socket takes it as a name or an address. For others, such as those with an empty
+    label, it raises UnicodeError.
+    """
+    try:
+        return bool(name.encode("idna"))
+    except UnicodeError:
+        return False
 
 
 def _converted(kind: type, value: object) -> object:

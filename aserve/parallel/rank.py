@@ -102,9 +102,11 @@ def _ending_with_leader(sock: socket.socket, place: Coordinates) -> Iterator[Non
     worker = Worker("leader", watch, on_end=lambda _: None)
     with awake:
         worker.start()
-        with waker:
-            yield
-        worker.join()
+        try:
+            with waker:
+                yield
+        finally:
+            worker.join()
 
 
 def _loaded(start: StartRank, stream: IO[bytes], patience: Patience) -> LocalExecutor | None:

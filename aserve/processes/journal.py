@@ -47,7 +47,10 @@ class _Child:
 
 
 class _Entry:
-    __slots__ = ("admit", "cancels", "children", "is_sent", "num_deaths", "num_new", "num_scored")
+    __slots__ = (
+        *("admit", "cancels", "children", "is_sent", "num_deaths", "num_new", "num_scored"),
+        "was_sent",
+    )
 
     def __init__(self, admit: AdmitRequest) -> None:
         self.admit = admit
@@ -56,6 +59,7 @@ class _Entry:
             child.outputs += outputs
         self.cancels: list[Cancel] = []  # sent, and not yet answered for every child
         self.is_sent = False  # to the engine of now
+        self.was_sent = False  # to any engine
         self.num_scored = 0  # tokens of the prompt before which all logprobs have come
         self.num_new = 0  # tokens of all children from the engine of now
         self.num_deaths = 0  # in a row without progress
@@ -68,7 +72,7 @@ class _Entry:
 
     def messages(self) -> list[RequestEvent]:
         """Returns the messages that continue the request in the engine of now."""
-        self.is_sent = True
+        self.is_sent = self.was_sent = True
         max_tokens = self.admit.sampling.max_tokens or 0  # may be lowered after a child has ended
         most = VALUE_BYTES * max_tokens
         outputs = tuple(bytes(child.outputs[:most]) for child in self.children)
@@ -101,16 +105,15 @@ class Journal:
         entry = self._open.get(request_id)
         return entry is not None and not entry.is_sent
 
-    def has_begun(self, request_id: str) -> bool:
-        """Whether the request is with an engine or was begun by one, or has ended."""
-        return not self.is_waiting(request_id) or any(
-            child.cached_len is not None for child in self._open[request_id].children
-        )
+    def was_sent(self, request_id: str) -> bool:
+        """Whether an engine has or had the request, which may have begun it, or it has ended."""
+        entry = self._open.get(request_id)
+        return entry is None or entry.was_sent
 
     def admit(self, request: AdmitRequest, *, is_sent: bool) -> None:
         """Notes a request, which the engine of now gets at once or a later one by `resume`."""
         entry = self._open[request.request_id] = _Entry(request)
-        entry.is_sent = is_sent
+        entry.is_sent = entry.was_sent = is_sent
 
     def cancel(self, cancel: Cancel) -> list[Retired]:
         """Notes a cancel. It returns what the engine would answer if no engine has the request."""

@@ -373,7 +373,7 @@ class RemoteEngineCore:
     def _expire(self, request: AdmitRequest, end_s: float) -> None:
         if end_s == request.deadline_s and self._journal.is_waiting(request.request_id):
             self.send(Cancel(request.request_id, None, 0, "deadline"))
-        elif not self._journal.has_begun(request.request_id):
+        elif not self._journal.was_sent(request.request_id):
             self._end(request.request_id, deadlines_of(request).error("an engine was there").info())
 
     def _send_again(self, messages: list[RequestEvent]) -> None:

@@ -43,7 +43,7 @@ from aserve.router.upstream import CANNOT_CONNECT, GONE, Call, Upstream, check_a
 
 logger = logging.getLogger(__name__)
 
-USAGE = re.compile(rb'"total_tokens"\s*:\s*(\d{1,15})')
+USAGE = re.compile(rb'"total_tokens"\s*:\s*(\d{1,15})(?!\d)')
 OF_THE_CONNECTION = frozenset({"host", "content-length"})
 CLIENT = web.RequestKey("client", str)
 LIMITS = web.RequestKey("limits", dict[str, str])

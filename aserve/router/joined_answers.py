@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import hdrs, web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from aserve.errors import EngineDead
+from aserve.errors import UNDECODABLE, EngineDead
 from aserve.http.forwarding import merged
 from aserve.observability.metric_sums import summed
 from aserve.router.metrics import RouterMetrics
@@ -69,7 +69,7 @@ def json_in(answer: Whole) -> Any:
         return None
     try:
         return msgspec.json.decode(answer.body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNDECODABLE:
         return None
 
 

@@ -20,6 +20,7 @@ from yarl import URL
 from aserve.config import RouterOptions
 from aserve.errors import UNDECODABLE, ConfigError
 from aserve.http.forwarding import SKIPPED, Headers
+from aserve.options.option import is_host
 
 UNIX = "unix:"
 CONNECT_S = 5.0
@@ -45,7 +46,7 @@ def _is_url(address: str) -> bool:
     """Returns whether a connection to it can be tried: name resolution encodes hosts by IDNA."""
     try:
         parts = urlsplit(address)
-        has_host = bool((parts.hostname or "").encode("idna")) and parts.port != 0
+        has_host = is_host(parts.hostname or "") and parts.port != 0
     except ValueError:
         return False
     return has_host and parts.scheme in ("http", "https") and not parts.query

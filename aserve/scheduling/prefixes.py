@@ -67,7 +67,8 @@ def _open_prefix(state: SchedulerState, sequence: Sequence, keys: PageKeys, *, r
         # The transfer may leave the last token to be computed here.
         skipped_len = sequence.tokens.num - 1
     needed_len = sequence.tokens.num if sequence.awaits_kv else skipped_len
-    may_wait = sequence.awaits_kv and state.rows.num_taken_of(rank) > 0
+    is_alone = not (state.rows.num_taken_of(rank) or state.transfers)
+    may_wait = sequence.awaits_kv and not is_alone
     sequence.allocation = cache.open(prefix, skipped_len=skipped_len)
     if skipped_len and not may_wait and not has_pages(state, sequence, needed_len):
         cache.close(sequence.allocation, keys, num_pages=0)

@@ -59,6 +59,9 @@ async def test_a_paused_server_ends_what_runs_and_refuses_until_it_continues(
     running = await started(echo)
     paused = await administered(echo, "/pause_generation", {"mode": "abort"})
     assert paused == {"is_paused": True, "num_running": 0}
+    for path in ("/pause_generation", "/pause?until_updated=true"):
+        answer = await ask(echo, path, {"until_updated": True}, headers=ROOT)
+        assert answer.status == 400, "only an update may ask for that"
     assert (await running).error["code"] == "request_aborted"
     for path, body in (
         ("/v1/completions", PROMPT),

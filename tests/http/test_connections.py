@@ -124,11 +124,13 @@ def expecting(what: str, path: str = "/v1/completions", **headers: object) -> by
 
 @pytest.mark.parametrize("expected", ["100-continue", "100-Continue"])
 async def test_a_body_is_asked_for_when_the_head_is_good(expected: str) -> None:
+    """Whatever bytes other headers have."""
     body = json.dumps({"prompt": "a", "max_tokens": 3}).encode()
     async with EchoEngine() as echo:
         client = await Client.connect(echo)
         for _ in range(2):
-            client.writer.write(expecting(expected, Content_Length=len(body)))
+            head = expecting(expected, Content_Length=len(body), X_Name="caf\xe9")
+            client.writer.write(head.decode().encode("latin-1"))
             assert await client.head() == b"HTTP/1.1 100 Continue\r\n\r\n"
             client.writer.write(body)
             assert (await client.answer())[0] == 200

@@ -104,9 +104,10 @@ async def test_while_the_engine_is_away_the_server_lives_and_requests_wait_or_le
         *_, late = await rig.ask("late", timeout_s=0.001)
         assert late.error is not None
         assert late.error.code == "deadline_exceeded"
-        *_, late = await rig.ask("impatient", max_queue_s=0.001)
+        *_, late = await rig.ask("impatient", max_queue_s=0.2)
         assert late.error is not None
         assert late.error.code == "queue_timeout"
+        assert "an engine was there" in late.error.message
         assert health_of(state, 300).status == "restarting", "no engine was needed for that"
         rig.frontend.gateway.abort("leaving", error)
         assert (await leaving)[-1].error == error

@@ -71,7 +71,7 @@ class TorchKvAccess:
         self._streams = state.kv_streams
         self._layers = _layers_of(self._pools)
         self.layout = KvLayout(
-            tuple(str(each.dtype) for each in self._pools),
+            tuple(_dtypes_of(each) for each in self._pools),
             tuple(KvLayer(each.group, each.slot_bytes, each.is_divided) for each in self._layers),
         )
         self.layer_bytes = self.layout.layer_bytes
@@ -218,6 +218,11 @@ class _Layer:
     @property
     def slot_bytes(self) -> tuple[int, ...]:
         return tuple(pool.shape[1] * pool.itemsize for pool in self.pools)
+
+
+def _dtypes_of(pools: KvPools) -> str:
+    kinds = dict.fromkeys((pools.dtype, *(keys.dtype for keys in pools.index_keys.values())))
+    return " ".join(map(str, kinds))
 
 
 def _layers_of(pools: tuple[KvPools, ...]) -> list[_Layer]:

@@ -42,8 +42,7 @@ class WeightRequest:
     def given(self) -> torch.dtype | None:
         """The dtype that the user named; None: `auto`.
 
-        Weights and KV are of it. Products are too, unless the processor has none of bfloat16, which
-        are of float32 then.
+        Weights and KV are of it, and products as far as the device has any (`choose_cpu_format`).
         """
         return None if self.dtype == "auto" else parse_dtype(self.dtype)
 

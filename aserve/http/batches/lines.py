@@ -100,7 +100,7 @@ class HttpLineWork:
             body = await ENDPOINTS[line.url](self._context, origin, bytes(line.body))
         except (AserveError, RequestFailed) as error:
             info = info_of(error)
-            is_paused = info.code == ABORTED and state.is_held  # whose begin has ended the line
+            is_paused = info.code == ABORTED and state.is_held  # a pause ends what runs
             is_again = info.status in AGAIN or is_paused
             again_s = (info.retry_after_s or RETRY_S) if is_again else None
             return LineAnswer(info.status, error_body(info), again_s)

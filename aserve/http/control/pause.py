@@ -46,12 +46,14 @@ class PauseAnswer(msgspec.Struct):
 
 async def pause(request: web.Request, context: HttpContext, body: PauseBody) -> web.Response:
     """Refuses new requests until /continue_generation."""
+    if body.until_updated and not context.peers.is_forwarded(request):
+        raise refused(400, "Only an update of the weights pauses the frontends until it is done.")
     return json_response(await _pause(request, context, body))
 
 
 async def pause_by_query(request: web.Request, context: HttpContext) -> web.Response:
     """The same with vLLM's name and parameters."""
-    return json_response(await _pause(request, context, parse_query(request, PauseBody)))
+    return await pause(request, context, parse_query(request, PauseBody))
 
 
 async def pause_all(request: web.Request, context: HttpContext, body: PauseBody) -> int:

@@ -152,6 +152,7 @@ async def _update(
 ) -> None:
     """Raises if the weights are still the old ones."""
     state = context.state
+    state.is_updating = True  # before the other frontends are told, by whatever message
     try:
         mode = PauseBody(
             mode="abort" if body.abort_all_requests else "wait",
