@@ -37,7 +37,8 @@ import torch
 from numba.core.dispatcher import Dispatcher
 from aserve.gpu.build import BuildOptions, build_executor
 from aserve.gpu.device.cpu.kernels import kernels_of
-from aserve.gpu.device.cpu.weights import read_isa
+from aserve.gpu.device.cpu.weights import SMALL_BYTES, choose_cpu_format, read_isa
+from aserve.gpu.weights.format import WeightRequest
 from aserve_kernels.cpu.build import COMPILERS
 
 def compiled():
@@ -47,9 +48,9 @@ def compiled():
     return {(item.py_func.__qualname__, str(item.signatures)) for item in functions}
 
 model, dtype, num_threads = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-for kernel, name, threads in kernels_of(
-    getattr(torch, dtype), read_isa(), num_threads=num_threads
-):
+# A processor without products of bfloat16 widens large models of it.
+chosen = choose_cpu_format(WeightRequest(dtype, None, SMALL_BYTES), read_isa()).dtype
+for kernel, name, threads in kernels_of(chosen, read_isa(), num_threads=num_threads):
     COMPILERS[kernel](getattr(torch, name), threads)
 before = compiled()
 build_executor(BuildOptions(model, load_format="dummy", dtype=dtype, num_pages=8, max_rows=2))
