@@ -28,7 +28,6 @@ from typing import Any, cast
 from aiohttp import HttpVersion11, hdrs, web
 from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import LineTooLong
-from multidict import CIMultiDict, CIMultiDictProxy
 
 from aserve.config import ServerOptions
 from aserve.errors import BugError, ErrorInfo
@@ -93,9 +92,9 @@ def _defer_expectations(server: web.Server) -> None:
     def make(message: RawRequestMessage, *parts: Any) -> web.BaseRequest:
         if hdrs.EXPECT not in message.headers:
             return make_request(message, *parts)
-        headers = CIMultiDict(message.headers)
+        headers: Any = message.headers.copy()
         given = headers.popall(hdrs.EXPECT)
-        request = make_request(message._replace(headers=CIMultiDictProxy(headers)), *parts)
+        request = make_request(message._replace(headers=headers), *parts)
         if request.version >= HttpVersion11:
             request[EXPECTATION] = ", ".join(given)
         return request
