@@ -41,7 +41,7 @@ from aserve.disagg.wire import (
 )
 from aserve.errors import ErrorInfo
 from aserve.host.threads import in_thread
-from aserve.messages.base import array_i32
+from aserve.messages.base import VALUE_BYTES, array_i32
 from aserve.messages.executor import SchedulerEvent
 from aserve.messages.output import DetokenizerEvent, Refused, Retired
 from aserve.messages.requests import AdmitRequest, Cancel, SamplingParams
@@ -72,8 +72,8 @@ class Peers:
         ):
             if mine != its:
                 return f"the two engines differ in their {what}: {mine} here, {its} there"
-        if len(fetch.token_ids) % 4:
-            return f"{len(fetch.token_ids)} bytes are no token ids, which have 4 each"
+        if len(fetch.token_ids) % VALUE_BYTES:
+            return f"{len(fetch.token_ids)} bytes are no token ids, which have {VALUE_BYTES} each"
         length = len(array_i32(fetch.token_ids))
         if not 0 <= fetch.first < length - 1:
             return f"there is nothing to send from token {fetch.first} on of a prompt of {length}"

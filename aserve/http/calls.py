@@ -1,5 +1,5 @@
 """The calls that run: the handler and the body of each, so that a fork can make the call again, and
-the outputs with which a call begins.
+what a fork has of its original.
 """
 
 from __future__ import annotations
@@ -16,9 +16,16 @@ from aiohttp import web
 from aserve.http.openai.call import Origin, Requests
 from aserve.http.openai.schema import GenerationBody
 
-# The outputs, int32, with which each choice of this call begins.
-BEGINNING = web.RequestKey("beginning", bytes)
-SEED = web.RequestKey("seed", int)  # of a fork, if its body names none
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What a fork has of its original, beside the body. `seed` counts if the body names none."""
+
+    outputs: bytes  # int32: the first tokens of each choice
+    seed: int | None
+
+
+BEGINNING = web.RequestKey("beginning", Beginning)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +62,11 @@ class RunningCalls:
         return self._running.get(request_id)
 
 
-def forked(request: web.Request, origin: Origin) -> Origin:
-    """Returns the origin of a call that may be a fork: with its seed, and the outputs with which
-    its choices begin."""
-    seed = request.get(SEED)
+def begin_with(beginning: Beginning, origin: Origin) -> Origin:
+    """Returns the origin of a fork."""
+    outputs, seed = beginning.outputs, beginning.seed
     if seed is not None:
         origin = replace(origin, draw_seed=lambda: seed)
-    return begin_with(request.get(BEGINNING, b""), origin)
-
-
-def begin_with(outputs: bytes, origin: Origin) -> Origin:
-    """Returns the origin of a call whose choices begin with these outputs."""
     return origin if not outputs else replace(origin, completed=partial(_begin, outputs, origin))
 
 

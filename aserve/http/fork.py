@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 from aserve.errors import InvalidRequest
-from aserve.http.calls import BEGINNING, SEED, RunningCall
+from aserve.http.calls import BEGINNING, Beginning, RunningCall
 from aserve.http.errors import refused
 from aserve.http.openai.checks import unsupported
 from aserve.http.openai.limits import INT32, RANGES, Range, check_range, check_within
@@ -69,9 +69,7 @@ async def fork(request: web.Request, context: HttpContext, body: ForkBody) -> we
         )
     original = context.gateway.requests[request_ids[0]]
     again = RunningCall(call.handler, forked_body(call.body, body, original))
-    request[BEGINNING] = await kept_outputs(body, original, context)
-    if not body.index:  # where the body names no seed, as those of some APIs cannot at their top
-        request[SEED] = original.sampling.seed
+    request[BEGINNING] = await beginning_of(body, original, context)
     with context.calls.running(request[REQUEST_ID], again):
         return await again.handler(request, context, again.body)
 
@@ -86,8 +84,11 @@ def _check(body: ForkBody) -> None:
             check_range(value, name)
 
 
-async def kept_outputs(body: ForkBody, original: GenerateRequest, context: HttpContext) -> bytes:
-    """Returns the first tokens of the fork, int32. Raises if the answer has not so many."""
+async def beginning_of(
+    body: ForkBody, original: GenerateRequest, context: HttpContext
+) -> Beginning:
+    """Returns the first tokens of the fork, and the seed of the original for a fork of its first
+    choice, so that it differs only by what was changed. Raises if the answer has not so many."""
     if not 0 <= body.index < original.sampling.n:
         raise _invalid("index", body.index, f"the request has {original.sampling.n} choices")
     outputs = array_i32(context.gateway.outputs_of(original.request_id, body.index)).tolist()
@@ -101,20 +102,20 @@ async def kept_outputs(body: ForkBody, original: GenerateRequest, context: HttpC
         await context.tokenize_service.run(
             lambda encoder: encoder.check_ids(kept[-1:], param="token_id")
         )
-    return pack_i32(kept)
+    return Beginning(pack_i32(kept), None if body.index else original.sampling.seed)
 
 
 def forked_body(given: Body, changes: ForkBody, original: GenerateRequest) -> Body:
-    """Returns the body of the call with the changes. Without a new seed, a fork of the first choice
-    has the seed of the original, so that it differs only by what was changed.
-    """
+    """Returns the body of the call with the changes. A fork of another choice than the first one
+    has no seed of the call's."""
     names = set(given.__struct_fields__)
     sampling = original.sampling
     wanted: dict[str, Any] = {
-        "seed": None if changes.index else sampling.seed,
         "stop": list(sampling.stop) or None,
         "max_tokens": sampling.max_tokens,
     }
+    if changes.index:
+        wanted["seed"] = None
     asked = {name: getattr(changes, name) for name in FIELDS}
     asked = {name: value for name, value in asked.items() if value is not None}
     dropped = SINGLE if changes.stream is not False else (*SINGLE, *OF_STREAMS)

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from aserve.config import ServerOptions
 from aserve.errors import AserveError, EngineDead, ShuttingDown
 from aserve.http.auth import caller_of
-from aserve.http.calls import RunningCalls, forked
+from aserve.http.calls import BEGINNING, RunningCalls, begin_with
 from aserve.http.live_settings import LiveSettings
 from aserve.http.lora.registry import LoraRegistry
 from aserve.http.openai.answer_size import AnswerLimits
@@ -54,7 +54,8 @@ def origin_of(
         is_traced=context.latency.is_traced,
     )
     origin = origin_for(caller_for(request, context), request[REQUEST_ID], context, limits)
-    return forked(request, origin)
+    beginning = request.get(BEGINNING)
+    return origin if beginning is None else begin_with(beginning, origin)
 
 
 def caller_for(request: web.Request, context: HttpContext) -> Caller:

@@ -149,8 +149,8 @@ def host_and_port(text: str) -> tuple[str, int]:
 
 
 def is_host(name: str) -> bool:
-    """Whether a socket takes it as a name or an address. For others, such as those with an empty
-    label, it raises UnicodeError.
+    """Returns whether sockets take it as a name or an address. They raise UnicodeError for others,
+    such as names with an empty label.
     """
     try:
         return bool(name.encode("idna"))

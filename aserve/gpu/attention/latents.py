@@ -32,13 +32,13 @@ from aserve.gpu.attention.base import (
     AttentionUnavailable,
     StaticPlans,
 )
-from aserve.gpu.device.cuda.runtime import to_device
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec, Mask
 from aserve.gpu.kv.pools import KvPools, LayerKv
 from aserve.gpu.kv.store import byte_view, from_kv_dtype, store_latents
 from aserve.gpu.models.base import Attend
 from aserve.gpu.models.latent_attention import LatentInputs, attend_absorbed
 from aserve.gpu.step.forward_batch import DeviceBatch, ForwardBatch, ForwardOverrides
+from aserve.gpu.transfer.pinned import to_device
 from aserve.messages.base import ArrayI32
 
 # NOTE: verification windows are shorter, so that a captured forward has no expanded rows.

@@ -17,12 +17,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from aserve.gpu.attention.base import AttentionKind, Capabilities, own_plan
 from aserve.gpu.attention.reference import visible
-from aserve.gpu.device.cuda.runtime import to_device
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerGroup, LayerSpec, Mask
 from aserve.gpu.kv.pools import KvPools, LayerKv
 from aserve.gpu.kv.store import KV_DTYPES
 from aserve.gpu.models.base import Attend
 from aserve.gpu.step.forward_batch import ForwardBatch
+from aserve.gpu.transfer.pinned import to_device
 from aserve.messages.base import ArrayI32
 from aserve_kernels.paged_rows import softmax_with_sinks
 

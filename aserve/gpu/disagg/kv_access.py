@@ -21,9 +21,9 @@ from torch import Tensor
 
 from aserve.errors import ConfigError
 from aserve.gpu.device.base import Device
-from aserve.gpu.device.cuda.runtime import to_device
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.step.resolve import DeviceState
+from aserve.gpu.transfer.pinned import to_device
 from aserve.messages.base import array_i32
 from aserve.messages.transfers import HostKv, KvLayer, KvLayout, OnLayer
 

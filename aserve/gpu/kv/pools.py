@@ -81,14 +81,8 @@ class KvPools:
     dim], by layer; those that sparse attention keeps in the slots of its latents."""
 
     __slots__ = (
-        "_ops",
-        "_pools",
-        "index_keys",
-        "layers",
-        "num_pages",
-        "page_size",
-        "page_tables",
-        "token_pool",
+        *("_ops", "_pools", "index_keys", "layers", "num_pages"),
+        *("page_size", "page_tables", "token_pool"),
     )
 
     def __init__(

@@ -52,13 +52,14 @@ class KvStreams:
 
         if isinstance(attend, SparseAttend):
             return _SparseTold(attend, tell)
-        return (
-            _LatentsTold(attend, tell) if isinstance(attend, LatentAttend) else _Told(attend, tell)
-        )
+        if isinstance(attend, LatentAttend):
+            return _LatentsTold(attend, tell)
+        return _Told(attend, tell)
 
 
 class _Told:
-    """Calls `tell` with each layer and the number of tokens whose KV it has stored."""
+    """Attention that calls `tell` with each layer and the number of tokens whose KV it has stored.
+    A subclass has the method of the kind of attention (`LatentAttend`, `SparseAttend`)."""
 
     __slots__ = ("_attend", "_tell")
 

@@ -1,4 +1,5 @@
-"""Pinned host buffers for copies to and from the device. Each buffer belongs to one step at a time.
+"""Pinned host memory for copies to and from the device: `PinnedSlots`, whose buffers belong to one
+step at a time, and `to_device` for arrays that are not staged with a step.
 
 The executor thread takes a slot. The waiter gives it back after the event of the step that used it,
 because the device may read or write the slot until then.
@@ -9,6 +10,8 @@ from __future__ import annotations
 import queue
 
 import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from aserve.gpu.device.base import Device
@@ -74,3 +77,10 @@ class PinnedSlots:
     def _new(self, num_words: int) -> PinnedSlot:
         capacity = 1 << int(np.ceil(np.log2(max(num_words, MIN_WORDS))))
         return PinnedSlot(self._device.host_buffer(capacity))
+
+
+def to_device(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    """Returns the values on the device. The host does not wait for CUDA's stream: torch keeps the
+    pinned memory until the copy is done."""
+    tensor, is_cuda = torch.from_numpy(values), device.type == "cuda"
+    return (tensor.pin_memory() if is_cuda else tensor).to(device, non_blocking=is_cuda)

@@ -41,7 +41,7 @@ from aserve.http.errors import (
     info_of,
     refused,
 )
-from aserve.http.fork import ForkBody, forked_body, kept_outputs
+from aserve.http.fork import ForkBody, beginning_of, forked_body
 from aserve.http.hosts import HOSTS
 from aserve.http.intake import INTAKE
 from aserve.http.json_bounds import check_json_bounds
@@ -294,8 +294,8 @@ class ResponseSocket:
         if body is None:
             raise refused(409, "Only a response that runs on this websocket can be forked here.")
         original = self._context.gateway.requests[request_id]
-        kept = await kept_outputs(changes, original, self._context)
-        return forked_body(body, changes, original), begin_with(kept, origin)
+        beginning = await beginning_of(changes, original, self._context)
+        return forked_body(body, changes, original), begin_with(beginning, origin)
 
     async def _subscribe(self, request: SocketRequest) -> None:
         subscription = parse_body(request.data, Subscription)

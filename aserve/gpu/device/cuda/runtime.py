@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -111,15 +110,6 @@ class CudaRuntime(Protocol):
 
     def synchronize(self) -> None:
         """Blocks until the device has done all its work."""
-
-
-def to_device(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    """Returns the values on a device, of whatever kind. The host does not wait for a stream: torch
-    keeps the pinned memory until the copy is done."""
-    tensor = torch.from_numpy(values)
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

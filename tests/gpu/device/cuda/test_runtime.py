@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.device.cuda.device import CudaDevice
-from aserve.gpu.device.cuda.runtime import TorchCuda, pinned_zeros, to_device
+from aserve.gpu.device.cuda.runtime import TorchCuda, pinned_zeros
+from aserve.gpu.transfer.pinned import to_device
 from aserve_kernels.copy_rows import copy_rows
 
 pytestmark = pytest.mark.gpu
