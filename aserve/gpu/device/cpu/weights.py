@@ -201,8 +201,8 @@ def _is_widened(request: WeightRequest, isa: CpuIsa) -> bool:
     """Whether a model has weights and KV of bfloat16, as the user says or else the checkpoint, and
     float32 inputs, since the processor has no products of bfloat16.
 
-    PERF: 4 rows of the 0.6B shape, one thread, AVX2: 110 ms per step, and 612 with torch's products
-    of bfloat16, whose prefill takes six times as long as well.
+    PERF: 8 rows of the 0.6B shape, AVX2: 125 and 132 ms per step, in turns with torch's products of
+    bfloat16, 687 and 704, whose prefill takes 6.6 to 7.2 times as long.
     """
     bfloat16 = dtype_name(torch.bfloat16)
     name = request.stored if request.given is None else request.dtype
