@@ -291,7 +291,7 @@ async def _ask_all(route: Route, request: web.Request, peers: Peers) -> web.Resp
         return web.Response(body=first.body, status=first.status, content_type=first.content_type)
     bodies = [answer.body for answer in answers]
     if route.path == METRICS:
-        data = summed([each.decode() for each in bodies])
+        data = summed(bodies)
         return web.Response(body=data, headers={hdrs.CONTENT_TYPE: CONTENT_TYPE_LATEST})
     data = msgspec.json.encode(merged([msgspec.json.decode(each) for each in bodies]))
     return web.Response(body=data, content_type="application/json")

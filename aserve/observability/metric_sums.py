@@ -15,15 +15,15 @@ Labels = tuple[tuple[str, str], ...]
 NOT_ADDED = {"_created": min, "_max_delay_seconds": max}
 
 
-def summed(texts: Iterable[str]) -> bytes:
-    """Adds up the samples with the same name and labels.
+def summed(texts: Iterable[bytes]) -> bytes:
+    """Adds up the samples with the same name and labels. A text of another format counts as empty.
 
     NOTE: a gauge that only one process sets is 0 in the others, so that the sum is its value.
     """
     families: dict[str, Metric] = {}
     sums: dict[str, dict[tuple[str, Labels], float]] = {}
     for text in texts:
-        for family in text_string_to_metric_families(text):
+        for family in _families_in(text):
             families.setdefault(family.name, family)
             known = sums.setdefault(family.name, {})
             for sample in family.samples:
@@ -32,6 +32,13 @@ def summed(texts: Iterable[str]) -> bytes:
     registry = CollectorRegistry()
     registry.register(_Sums(families, sums))
     return generate_latest(registry)
+
+
+def _families_in(text: bytes) -> list[Metric]:
+    try:
+        return list(text_string_to_metric_families(text.decode()))
+    except (ValueError, IndexError):  # what the parser raises; a replica may be any server
+        return []
 
 
 def joined(name: str, known: float | None, value: float) -> float:

@@ -104,7 +104,7 @@ async def metrics_of_all(
     """Adds up the metrics of the replicas, and appends the router's own."""
     own = generate_latest(metrics.registry)
     answers = [each for each in await ask_all(call, upstreams) if each.status == 200]
-    body = summed(each.body.decode() for each in answers) + own
+    body = summed(each.body for each in answers) + own
     return web.Response(body=body, headers={hdrs.CONTENT_TYPE: CONTENT_TYPE_LATEST})
 
 

@@ -374,7 +374,7 @@ def test_the_metrics_of_several_processes_add_up_and_the_longest_delay_is_the_lo
             metrics.received(request(f"r{number}"))
         metrics.delivered(chunk("r0", tokens=2, total=2, reason="stop"))
     other.on_report(TickReport(num_running=4))
-    texts = [generate_latest(metrics.registry).decode() for metrics in (one, other)]
+    texts = [generate_latest(metrics.registry) for metrics in (one, other)]
     whole = generate_latest(one.registry).decode().splitlines()
     lines = summed(texts).decode().splitlines()
     named = [line for line in lines if line.startswith("#")]

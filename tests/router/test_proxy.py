@@ -519,6 +519,10 @@ async def test_lists_and_metrics_of_all_replicas_are_joined() -> None:
             lines = (await got.text()).splitlines()
         assert "x_total 6.0" in lines
         assert f'aserve_router_replica_healthy{{replica="{left.url}"}} 1.0' in lines
+        for body in (b"<html>", b"x_total{ 1\n", b"\xff"):
+            left.answer = answered(body)
+            async with client.get("/metrics") as got:
+                assert "x_total 3.0" in (await got.text()).splitlines(), "the other replica's alone"
 
 
 async def test_a_client_over_its_rate_gets_429_with_the_time_to_wait() -> None:
