@@ -215,6 +215,10 @@ class Responses:
         return stored
 
     def delete(self, key: ResponseKey) -> None:
+        """Deletes a stored response. One that runs is cancelled. Raises NotFound."""
+        live = self._live.get(key)
+        if live is not None and live.response.store:
+            live.cancel()  # which stores it
         if not self._store.delete(key):
             raise _not_found(key)
 

@@ -399,6 +399,19 @@ async def test_a_response_in_the_background_is_cancelled_by_its_id(echo: EchoEng
     assert (await echo.client.responses.retrieve(made.id)).status == "cancelled"
 
 
+async def test_a_response_that_runs_is_cancelled_when_it_is_deleted() -> None:
+    async with (
+        EchoEngine(resume_ttl=60) as echo,
+        paused(echo, streamed(echo, background=True)) as (asked, response_id),
+    ):
+        await echo.client.responses.delete(response_id)
+        with pytest.raises(openai.NotFoundError):
+            await echo.client.responses.retrieve(response_id)
+        with pytest.raises(openai.NotFoundError):
+            await echo.client.responses.delete(response_id)
+        asked.cancel()
+
+
 async def test_a_refusal_in_the_background_is_a_failed_response(echo: EchoEngine) -> None:
     made = await ask(echo, background=True, input="x" * 600)
     done = await polled(echo, made.id)
