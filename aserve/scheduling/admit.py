@@ -163,15 +163,16 @@ def _refusal(
         ).info()
     if is_resumed:
         return None
-    if state.num_waiting + len(children) > state.spec.max_waiting + state.rows.num_free:
+    num_places = state.spec.max_waiting + state.rows.num_free  # these rows are taken soon
+    num_left = num_places - state.num_waiting - len(children)
+    if num_left < 0:
         return QueueFull(
-            f"The queue holds {state.num_waiting} of at most {state.spec.max_waiting} waiting "
-            f"sequences, and this request adds {len(children)}. Try again later.",
+            f"The queue holds {state.num_waiting} of at most {num_places} waiting sequences, and "
+            f"this request adds {len(children)}. Try again later.",
             retry_after_s=1.0,
         ).info()
-    num_free = state.spec.max_waiting + state.rows.num_free - len(state.waiting) - len(children)
     num_places = state.spec.max_waiting
-    return place_refusal(first.client, len(children), num_free=num_free, num_places=num_places)
+    return place_refusal(first.client, len(children), num_free=num_left, num_places=num_places)
 
 
 def _end_or_ask(state: SchedulerState, sequence: Sequence) -> None:

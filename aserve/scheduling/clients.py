@@ -10,7 +10,7 @@ A client without living sequences is idle. When it comes back, its counter is li
 counter of the active clients, so that nobody saves up service by being idle. A counter above that
 is a debt, and it is kept. When all clients are idle, all counters start from 0 again.
 
-admit.py, commit.py and finish.py call the methods that write the counters.
+The counters are written where a sequence is admitted, takes and leaves its row, and gets tokens.
 """
 
 from __future__ import annotations

@@ -2,20 +2,20 @@
 are left to `finish_ended`. advance.py does what follows for the KV.
 
 A result finds its flight by iteration and row, as it was launched. The result of a flight that was
-dropped, because its sequence ended or its step failed, is ignored. The only writer of a sequence's
-tokens.
+dropped, because its sequence ended or its step failed, is ignored. Sampled tokens are appended by
+token_writes.py, which it calls, and by repeated_results.py.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from aserve.messages.base import array_i32, num_values
+from aserve.messages.base import array_i32
 from aserve.messages.output import StepOutput
 from aserve.messages.results import SampleResult, StepResult
 from aserve.scheduling import token_writes
 from aserve.scheduling.advance import advance_rows
-from aserve.scheduling.ends import kept_output, may_end, next_tokens_of, outputs_of
+from aserve.scheduling.ends import cut_outputs, may_end, next_tokens_of, outputs_of
 from aserve.scheduling.finish import finish, settle
 from aserve.scheduling.flights import Step, drop_flights, land_without_row
 from aserve.scheduling.forced import end_reasoning
@@ -75,23 +75,18 @@ def commit_tokens(state: SchedulerState, result: StepResult | SampleResult, step
     """PERF: rows that only advance are committed by columns. The others are looked at one by one:
     their results were dropped, they may end here, or they have a mask or no row.
     """
-    table, here = state.table, (step := step.of(result.rows))
+    table, step = state.table, step.of(result.rows)
     rows, counts, tokens = step.rows, array_i32(result.counts), array_i32(result.tokens)
     is_single = len(tokens) == len(counts) == np.count_nonzero(counts)
     is_dropped = table.first_iteration[rows] > step.iteration  # or it has no row
     is_odd = may_end(state, rows, counts, tokens) | is_dropped
     if not is_single:
         is_odd |= counts == 0
-    num_kept, looked_at = counts, is_odd.nonzero()[0].tolist()
+    looked_at = is_odd.nonzero()[0].tolist()
     has_tokens_only = is_single and not result.logprobs and not np.count_nonzero(step.num_drafts)
     alone = looked_at if has_tokens_only else [*range(len(rows))]
     outputs = outputs_of(state, step, result, alone) if alone else {}
-    if looked_at:
-        num_kept = counts.copy()
-        for index in looked_at:
-            whole = None if step.is_dropped(index) else outputs[index]
-            output = kept_output(step.sequences[index], whole) if whole else None
-            outputs[index], num_kept[index] = output, num_values(output.token_ids) if output else 0
+    num_kept = cut_outputs(step, outputs, counts, looked_at) if looked_at else counts
     next_tokens = None
     if is_single and len(looked_at) < len(rows):
         plain = (~is_odd).nonzero()[0] if looked_at else slice(None)
@@ -103,6 +98,7 @@ def commit_tokens(state: SchedulerState, result: StepResult | SampleResult, step
     if given or next_tokens is not None:
         state.effects.append(StepOutput(step.iteration, given, next_tokens))
     last_ids = tokens if is_single else token_writes.last_kept(tokens, counts, num_kept)
+    here = step
     if looked_at and np.count_nonzero(is_dropped):
         here = step.part((~is_dropped).nonzero()[0])
         num_kept, last_ids = num_kept[~is_dropped], last_ids[~is_dropped]

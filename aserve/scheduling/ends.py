@@ -9,7 +9,7 @@ from itertools import repeat
 import numpy as np
 import numpy.typing as npt
 
-from aserve.messages.base import VALUE_BYTES, ArrayI32, array_i32, pack_i32, split_i32
+from aserve.messages.base import VALUE_BYTES, ArrayI32, array_i32, num_values, pack_i32, split_i32
 from aserve.messages.output import NextTokens, SequenceOutput
 from aserve.messages.results import RowLogprobs, SampleResult, StepResult
 from aserve.scheduling.flights import Step
@@ -68,7 +68,21 @@ def outputs_of(
     return dict(zip(indices, outputs, strict=True))
 
 
-def kept_output(sequence: Sequence, output: SequenceOutput) -> SequenceOutput | None:
+def cut_outputs(
+    step: Step, outputs: dict[int, SequenceOutput | None], counts: ArrayI32, indices: list[int]
+) -> ArrayI32:
+    """Cuts the outputs of these rows of the step, which have `counts` tokens, to what is kept of
+    them, None for nothing. Returns how many tokens each row of the step keeps.
+    """
+    num_kept = counts.copy()
+    for index in indices:
+        whole = None if step.is_dropped(index) else outputs[index]
+        output = _kept_output(step.sequences[index], whole) if whole else None
+        outputs[index], num_kept[index] = output, num_values(output.token_ids) if output else 0
+    return num_kept
+
+
+def _kept_output(sequence: Sequence, output: SequenceOutput) -> SequenceOutput | None:
     """Returns the part of its new tokens that the sequence keeps, None for none. Only the sequence
     itself knows its position, because it may have no row.
     """

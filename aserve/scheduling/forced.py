@@ -32,8 +32,8 @@ def end_reasoning(state: SchedulerState, sequence: Sequence) -> None:
 
 
 def drop_results(state: SchedulerState, sequence: Sequence) -> None:
-    """The results of this sequence that are in flight will not count, be they good or failures. The
-    device learns its row anew in the next step, whose KV replaces what those steps write.
+    """The results of this sequence that are in flight will not count. The device learns its row
+    anew in the next step, whose KV replaces what those steps write.
     """
     if state.held.pop(sequence.row, None) is not None:
         sequence.is_blocked = False

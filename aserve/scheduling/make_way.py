@@ -36,7 +36,7 @@ from aserve.scheduling.reserve import Reserve
 from aserve.scheduling.state import SchedulerState
 
 MAX_HEADS = 8  # waiting sequences that one launch looks at
-MAX_RETRACTIONS = 8  # of one launch
+MAX_RETRACTIONS = 16  # of one launch
 MAX_RETRACTIONS_FOR = 16  # rows, for one sequence in its whole life
 
 
@@ -112,7 +112,10 @@ class _Way:
         # NOTE: the last running row is never retracted: it could not come back before the other.
         if rows is None or (rows and len(rows) >= self._state.rows.num_taken_of(rank)):
             return False
-        for row in rows[: MAX_RETRACTIONS - self._num_retracted]:
+        # NOTE: all or none. What some rows free would be gone until others can follow.
+        if len(rows) > MAX_RETRACTIONS - self._num_retracted:
+            return False
+        for row in rows:
             sequence.num_retracted_for += 1
             self._retract(row)
         reserve = self._accounts()
@@ -127,7 +130,9 @@ class _Way:
         return True
 
     def _rows_for(self, sequence: Sequence) -> list[Sequence] | None:
-        """Returns the rows to retract for this sequence; None if it cannot be admitted by that."""
+        """Returns the rows to retract for this sequence; None if it cannot be admitted by that, or
+        only by more than it may cause.
+        """
         reserve = self._accounts()
         num_lacking = reserve.lacking_beside(sequence)
         has_row = self._num_free[sequence.rank] > 0
@@ -142,10 +147,13 @@ class _Way:
                 return None
             rows.append(row)
             num_lacking -= _num_pages(row) + reserve.num_reserved(row)
-        if num_lacking <= 0:
-            return rows
-        more = self._rows_to_retract(sequence, num_lacking, beside=rows)
-        return rows + more if more else None
+        if num_lacking > 0:
+            more = self._rows_to_retract(sequence, num_lacking, beside=rows)
+            if not more:
+                return None
+            rows += more
+        num_allowed = MAX_RETRACTIONS_FOR - sequence.num_retracted_for
+        return rows if len(rows) <= num_allowed else None
 
     def _row_above_share(self, sequence: Sequence) -> Sequence | None:
         rows = [

@@ -30,7 +30,9 @@ NEVER = np.iinfo(np.int64).max  # the first iteration of a row without a sequenc
 
 class RowTable:
     """The columns, by row. Row 0 is padding. flights.py writes the lengths and the counts of
-    flights, commit.py writes `num_tokens` and `last_id`, and select.py writes `num_pages`.
+    flights. `num_tokens` and `last_id` are written where tokens come (token_writes.py,
+    repeated_results.py with flights.py, forced.py), `num_pages` where pages are taken (select.py,
+    loads.py, transfers.py).
     """
 
     committed_len: Column

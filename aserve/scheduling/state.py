@@ -57,13 +57,14 @@ class SchedulerState:
         self.cache = RankCaches(spec)
         self.rows = RowPool(spec.max_rows, dp_size=spec.dp_size)
         self.table = RowTable(spec.max_rows)
-        self.effects: list[SchedulerEffect] = []  # of the current call of SchedulerState.step
-        self.draft_choice = DraftChoice(spec.decode)  # select, batch, commit
-        self.waiting = WaitingQueue()  # admit, finish, followers
+        self.effects: list[SchedulerEffect] = []  # of the current call of Scheduler.step
+        # admit, select, batch, steady, token_writes, commit, loads, transfers, scheduler
+        self.draft_choice = DraftChoice(spec.decode)
+        self.waiting = WaitingQueue()  # admit, make_way, finish, followers, grammar_rows, amend
         # sequences with slow masks for which there is no row: grammar_rows, admit
         self.slow_waiting = WaitingQueue()
         self.looks_left = 0  # waiting sequences that this tick may still look at: scheduler, admit
-        self.clients = Clients()  # admit, commit, finish
+        self.clients = Clients()  # admit, finish
         # by the key of the page that a running row commits next; followers of such rows wait
         # outside the queue: followers
         self.leaders: dict[bytes, Sequence] = {}
@@ -75,8 +76,8 @@ class SchedulerState:
         self.masked: dict[int, Sequence] = {}  # those of `running` with a host-side sampler
         # living children by request id: admit, finish
         self.groups: dict[str, dict[int, Sequence]] = {}
-        self.steps: dict[int, Step] = {}  # launched, StepResult not back: batch, commit, recover
-        # by row, the step whose logits wait for its mask: batch, grammar_rows, finish, recover
+        self.steps: dict[int, Step] = {}  # launched, not back: batch, steady, commit, recover
+        # by row, whose logits wait for a mask: batch, grammar_rows, forced, finish, recover
         self.held: dict[int, Step] = {}
         # by (iteration, row), Sample given, not back: grammar_rows, commit, recover
         self.samples: dict[tuple[int, int], Step] = {}
@@ -85,9 +86,9 @@ class SchedulerState:
         self.retries: list[list[Sequence]] = []
         self.retry_iteration = 0  # the step that tries such a group: select
         self.resync_at = 1  # failures of steps before this one were acted on: recover
-        self.next_iteration = 1  # batch
+        self.next_iteration = 1  # batch, steady
         self.landed = 0  # all steps up to this one are back: commit, recover
-        self.repeat: Repeat | None = None  # steady
+        self.repeat: Repeat | None = None  # steady, batch, commit, scheduler
         self.has_senders = False  # some request wanted SendKv
         self.unsent: list[Transfer] = []  # in the order of `after`: transfers, loads
         # that have begun: transfers, loads

@@ -12,7 +12,7 @@ from aserve.messages.output import Refused
 from aserve.messages.requests import AdmitRequest
 from aserve.scheduling.clients import Client, Clients
 from aserve.scheduling.queue import WaitingQueue
-from aserve.scheduling.request import Sequence
+from aserve.scheduling.request import Phase, Sequence
 from aserve.scheduling.scheduler import Scheduler
 from tests.scheduling.stage import cancel, request, spec
 from tests.scheduling.step_counter import StepCounter
@@ -198,6 +198,21 @@ def test_rows_are_not_taken_for_a_lower_priority_nor_from_clients_that_have_one(
     run.run(20)
     assert run.scheduler.state.num_retracted == 0
     assert "later" not in run.first_steps
+
+
+def test_rows_are_retracted_for_pages_all_at_once_or_not_at_all() -> None:
+    run = counter(engine(max_rows=64, budget=2_000, num_pages=261))
+    run.send(*(asked("flood", number, prompt_len=8, max_tokens=400) for number in range(40)))
+    state = run.scheduler.state
+    while len(state.running) < 40 or state.cache.available(0) > 90:
+        run.run(1)
+    run.send(asked("light", 0, prompt_len=480, max_tokens=2))
+    (sequence,) = state.groups["light0"].values()
+    while sequence.phase is Phase.WAITING:
+        assert not sequence.num_retracted_for
+        run.run(1)
+    assert 8 < sequence.num_retracted_for <= 16
+    assert run.num_steps < 60, "it waits until few rows would do, not for the end of the flood"
 
 
 def test_a_flood_leaves_places_in_the_queue_for_others() -> None:

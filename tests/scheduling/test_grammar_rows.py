@@ -8,15 +8,15 @@ import msgspec
 import pytest
 
 from aserve.errors import InvalidRequest
-from aserve.messages.base import array_i32
+from aserve.messages.base import array_i32, num_mask_words
 from aserve.messages.executor import SchedulerEffect, SchedulerEvent
-from aserve.messages.output import Retired, StepOutput
+from aserve.messages.output import Refused, Retired, StepOutput
 from aserve.messages.requests import FailRequest
 from aserve.messages.results import BuildMask, MaskReady, StepFailed
 from aserve.messages.step import Launch, Resync, Sample, ScheduleBatch
 from aserve.scheduling.scheduler import Scheduler
 from tests.fakes.toy_device import TOY, FakeDevice, ToyMatchers, expected_outputs
-from tests.scheduling.stage import request, result, spec
+from tests.scheduling.stage import Stage, request, result, spec
 
 
 class Play:
@@ -125,6 +125,25 @@ def test_requests_with_slow_masks_get_few_rows_and_the_same_tokens(depth: int, l
     for each in slow:
         both = expected_outputs(each, 0, engine) + expected_outputs(each, 1, engine)
         assert sorted(play.emitted[each.request_id]) == sorted(both)
+
+
+def test_a_flood_of_slow_masks_leaves_places_in_the_queue_for_others() -> None:
+    stage = Stage(msgspec.structs.replace(spec(num_pages=400, max_rows=8), max_waiting=90))
+    mask = b"\xff" * 4 * num_mask_words(stage.scheduler.state.spec.vocab_size)
+    num_refused = 0
+    answers: list[SchedulerEvent] = []
+    for number in range(120):
+        asked = request(str(number), [number % 90, 2], grammar=TOY, client="A", max_tokens=50)
+        stage.play(asked, *answers)
+        num_refused += len(stage.of(Refused))
+        answers = [result(batch.iteration, {}) for batch in stage.batches]
+        for ask in stage.of(BuildMask):
+            answers.append(MaskReady(ask.request_id, ask.child, ask.position, mask, is_slow=True))
+    state = stage.scheduler.state
+    assert len(state.slow_waiting) == state.num_waiting < 90
+    assert num_refused
+    stage.play(*(request(f"b{number}", [1, 2], client=f"B{number}") for number in range(3)))
+    assert not stage.of(Refused)
 
 
 def test_a_row_whose_mask_is_slow_does_not_hold_up_the_launches_of_others() -> None:
