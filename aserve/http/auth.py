@@ -103,18 +103,14 @@ def has_keys(options: ServerOptions) -> bool:
     return options.api_key is not None or options.api_key_file is not None
 
 
-def caller_of(
-    request: web.Request, options: ServerOptions, *, max_sequences: int, cache_epoch: str = ""
-) -> Caller:
-    """Builds the caller of a request from the identity that the border middleware found. Requests
-    of different epochs share no cached prefix.
-    """
+def caller_of(request: web.Request, options: ServerOptions, *, max_sequences: int) -> Caller:
+    """Builds the caller of a request from the identity that the border middleware found."""
     identity = request[IDENTITY]
     # WHY: a server without keys has one user, whose prompts may share cached KV.
     is_private = has_keys(options) and not options.shared_prefix_cache
     return Caller(
         client=identity.client,
-        namespace=cache_epoch + (identity.client if is_private else ""),
+        namespace=identity.client if is_private else "",
         owner=identity.client if has_keys(options) else "",
         may_set_priority=options.enable_priority_scheduling or identity.is_admin,
         max_sequences=max_sequences,

@@ -20,24 +20,35 @@ from aserve.receipts.facts import Facts
 from aserve.receipts.record import Receipt, ReceiptOutput
 
 
-async def with_receipt(
-    dialect: Dialect[ChoiceT], body: CompletionBody | ChatBody, context: HttpContext
-) -> Dialect[ChoiceT]:
-    """Returns a dialect that adds a receipt, or the same one if the client asks for none."""
-    spec = context.state.spec
+async def receipt_facts(body: CompletionBody | ChatBody, context: HttpContext) -> Facts | None:
+    """Returns the facts of the receipt that the client asks for, None if it asks for none.
+
+    NOTE: the first hash of a checkpoint takes long, so a call is made after it: a call names the
+    slot of its adapter and the namespace of its weights, which may change hands meanwhile. Facts
+    about what is no longer served are found again.
+    """
+    state, receipts = context.state, context.receipts
+    spec, name = state.spec, body.model or context.model_names[0]
     if not body.receipt or spec is None:  # without an engine the request is about to be refused
-        return dialect
-    if context.receipts is None:
+        return None
+    if receipts is None:
         raise unsupported("receipt", "This server makes none.")
-    if context.state.weights is not None:
-        if context.state.weights.tensors:
-            raise unsupported("receipt", "No checkpoint has the weights, which came as tensors.")
-        context.receipts.use(Path(context.state.weights.path))
-    name = dialect.call.model
-    lora = context.loras.find(name)
-    adapter_dir = None if lora is None else Path(lora.path)
-    facts = await context.receipts.find(name, adapter_dir, dtype=spec.dtype)
-    return ReceiptDialect(dialect, facts)
+    while True:
+        served = weights, lora = state.weights, context.loras.find(name)
+        if weights is not None:
+            if weights.tensors:
+                reason = "No checkpoint has the weights, which came as tensors."
+                raise unsupported("receipt", reason)
+            receipts.use(Path(weights.path))
+        adapter_dir = None if lora is None else Path(lora.path)
+        facts = await receipts.find(name, adapter_dir, dtype=spec.dtype)
+        if served == (state.weights, context.loras.find(name)):
+            return facts
+
+
+def with_receipt(dialect: Dialect[ChoiceT], facts: Facts | None) -> Dialect[ChoiceT]:
+    """Returns a dialect that adds a receipt, or the same one without facts."""
+    return dialect if facts is None else ReceiptDialect(dialect, facts)
 
 
 class ReceiptDialect(Generic[ChoiceT]):

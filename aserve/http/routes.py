@@ -17,7 +17,7 @@ from aserve.http.openai.chat import chat_dialect
 from aserve.http.openai.completions import CompletionDialect, completion_call
 from aserve.http.openai.respond import respond
 from aserve.http.openai.schema import ChatBody, CompletionBody
-from aserve.http.receipts import with_receipt
+from aserve.http.receipts import receipt_facts, with_receipt
 from aserve.http.responses import compact, websocket
 from aserve.http.responses import conversation_handlers as conversations
 from aserve.http.responses import handlers as responses
@@ -31,15 +31,17 @@ from aserve.http.streams import handlers as streams
 async def completions(
     request: web.Request, context: HttpContext, body: CompletionBody
 ) -> web.StreamResponse:
+    facts = await receipt_facts(body, context)
     dialect = CompletionDialect(completion_call(body, origin_of(request, context)))
-    return await respond(request, context, await with_receipt(dialect, body, context))
+    return await respond(request, context, with_receipt(dialect, facts))
 
 
 async def chat_completions(
     request: web.Request, context: HttpContext, body: ChatBody
 ) -> web.StreamResponse:
+    facts = await receipt_facts(body, context)
     dialect = chat_dialect(body, origin_of(request, context))
-    return await respond(request, context, await with_receipt(dialect, body, context))
+    return await respond(request, context, with_receipt(dialect, facts))
 
 
 ROUTES = (

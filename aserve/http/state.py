@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
@@ -29,6 +30,7 @@ from aserve.http.tokenize_service import TokenizeService
 from aserve.messages.base import ServerPhase
 from aserve.messages.changes import LoadWeights
 from aserve.messages.executor import EngineSpec, Task
+from aserve.messages.requests import GenerateRequest
 from aserve.observability.engine_watch import EngineWatch
 from aserve.observability.latency import Latency
 from aserve.observability.recent import Recent
@@ -59,19 +61,18 @@ def origin_of(
 
 
 def caller_for(request: web.Request, context: HttpContext) -> Caller:
-    return caller_of(
-        request,
-        context.options,
-        max_sequences=context.state.max_sequences,
-        cache_epoch=context.state.cache_epoch,
-    )
+    return caller_of(request, context.options, max_sequences=context.state.max_sequences)
 
 
 def origin_for(
     caller: Caller, request_id: str, context: HttpContext, limits: TimeLimits = NO_LIMITS
 ) -> Origin:
     def completed(model: str | None, requests: Requests) -> Requests:
-        return tuple(map(limits.apply, context.loras.apply(model, requests)))
+        """NOTE: weights and adapters may change until the gateway has the requests, so nothing is
+        awaited between the two.
+        """
+        of_epoch = tuple(map(context.state.of_epoch, requests))
+        return tuple(map(limits.apply, context.loras.apply(model, of_epoch)))
 
     return Origin(
         request_id=request_id,
@@ -134,6 +135,12 @@ class ServerState:
         """Returns a number that no other job has."""
         self.num_jobs += 1
         return self.num_jobs
+
+    def of_epoch(self, request: GenerateRequest) -> GenerateRequest:
+        """Returns a request that finds no page from before the last flush."""
+        if not self.cache_epoch:
+            return request
+        return msgspec.structs.replace(request, namespace=self.cache_epoch + request.namespace)
 
     def flush_cache(self) -> None:
         """Changes the namespace of later requests, so that they find no earlier page."""

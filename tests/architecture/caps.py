@@ -21,8 +21,8 @@ KERNEL_DECORATORS = (
 )
 
 CORE_LINES = 8_000
-# Most of the way of a request through one dense model with a plain rope, overlapped and streamed, on
-# the CPU. NOTE: such a request also runs through files that are not counted, about as many lines
+# Most of the way of a request through one dense model with a plain rope, overlapped and streamed,
+# on the CPU. NOTE: such a request also runs through files that are not counted, about as many lines
 # again: the rest of the scheduler and of the cache, metrics, and features that return at once.
 CORE = (
     *(f"aserve/messages/{name}.py" for name in ("base", "executor", "output", "requests")),

@@ -40,6 +40,7 @@ from aserve.messages.output import (
 from aserve.messages.requests import AdmitRequest, Cancel, EngineEvent, TokenizerEvent
 from aserve.messages.results import PromptLogprobs, RowLogprobs
 from aserve.parsers.registry import NO_PARSERS, ParserNames
+from aserve.receipts.facts import FactFinder
 from aserve.request_stream import Gateway
 from aserve.text.lengths import PromptLimits
 from aserve.text.prompt import PromptEncoder
@@ -224,6 +225,7 @@ class EchoEngine:
         tokenizer: TextTokenizer | None = None,
         template: str | None = TEMPLATE,
         parsers: ParserNames = NO_PARSERS,
+        receipts: FactFinder | None = None,
         keep_alive_s: float = 15.0,
         heartbeat_s: float = 60.0,
         **options: Any,
@@ -269,6 +271,7 @@ class EchoEngine:
                 created=1_700_000_000,
                 registry=CollectorRegistry(),
                 tokenize_service=self.tokenize_service,
+                receipts=receipts,
                 keep_alive_s=keep_alive_s,
                 heartbeat_s=heartbeat_s,
             )

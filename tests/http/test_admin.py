@@ -5,12 +5,19 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from aserve.config import Facts, Raw, resolve, shown_settings
 from aserve.http.control.weights import ELSEWHERE
+from aserve.messages.changes import LoadWeights
+from aserve.receipts.facts import FactFinder
+from aserve.receipts.facts import Facts as ReceiptFacts
+from aserve.tiny import MODEL_DIR
 from tests.fakes.echo_engine import EchoEngine
+from tests.fakes.executor import SPEC
 from tests.http.asking import Answer, ask, bearer
 
 PROMPT = {"prompt": "abc", "max_tokens": 50}
@@ -44,6 +51,42 @@ async def test_a_flush_separates_earlier_from_later_prompts_also_those_with_a_sa
         assert len(set(namespaces)) == 4
         # A salt cannot name a later epoch, because nobody knows its name before.
         assert not {namespaces[2], namespaces[3]} & {"", "x"}
+
+
+class WaitingFinder(FactFinder):
+    """Finds facts when it may."""
+
+    def __init__(self) -> None:
+        chosen = resolve(Raw(), Facts(default_model=str(MODEL_DIR)))
+        super().__init__(lambda: MODEL_DIR, shown_settings(chosen))
+        self.num_asked = 0
+        self.is_asked, self.may_find = asyncio.Event(), asyncio.Event()
+
+    async def find(self, name: str, adapter_dir: Path | None, *, dtype: str) -> ReceiptFacts:
+        self.num_asked += 1
+        self.is_asked.set()
+        await self.may_find.wait()
+        return await super().find(name, adapter_dir, dtype=dtype)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_request_whose_receipt_took_long_finds_no_page_from_before_an_update(
+    path: str,
+) -> None:
+    finder = WaitingFinder()
+    async with EchoEngine(admin_api_key="root", receipts=finder) as echo:
+        echo.state.settings.spec = SPEC
+        prompt = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else PROMPT
+        asking = asyncio.create_task(ask(echo, path, prompt | {"max_tokens": 2, "receipt": True}))
+        await asyncio.wait_for(finder.is_asked.wait(), 30)
+        echo.state.weights = LoadWeights(1, str(MODEL_DIR))
+        echo.state.flush_cache()
+        finder.may_find.set()
+        answer = await asking
+        assert (answer.status, answer.json["receipt"]["version"]) == (200, 1)
+        assert finder.num_asked == 2, "the first facts are about weights that are gone"
+        (admitted,) = echo.scheduler.admitted
+        assert admitted.namespace == echo.state.cache_epoch != ""
 
 
 async def started(echo: EchoEngine) -> asyncio.Task[Answer]:

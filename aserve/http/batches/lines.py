@@ -25,7 +25,7 @@ from aserve.http.openai.completions import CompletionDialect, completion_call
 from aserve.http.openai.embeddings import answer_of, embed
 from aserve.http.openai.limits import Caller
 from aserve.http.openai.schema import ChatBody, CompletionBody, EmbeddingBody
-from aserve.http.receipts import with_receipt
+from aserve.http.receipts import receipt_facts, with_receipt
 from aserve.http.state import HttpContext, origin_for
 from aserve.http.unknown_fields import ignored_fields
 
@@ -41,15 +41,17 @@ Answer: TypeAlias = Callable[[HttpContext, Origin, bytes], Awaitable[bytes]]
 async def _chat(context: HttpContext, origin: Origin, data: bytes) -> bytes:
     body = _read(data, ChatBody)
     body.priority = LOWEST_PRIORITY
+    facts = await receipt_facts(body, context)
     dialect = chat_dialect(_unstreamed(body), origin)
-    return await _generated(context, await with_receipt(dialect, body, context))
+    return await _generated(context, with_receipt(dialect, facts))
 
 
 async def _completion(context: HttpContext, origin: Origin, data: bytes) -> bytes:
     body = _read(data, CompletionBody)
     body.priority = LOWEST_PRIORITY
+    facts = await receipt_facts(body, context)
     dialect = CompletionDialect(completion_call(_unstreamed(body), origin))
-    return await _generated(context, await with_receipt(dialect, body, context))
+    return await _generated(context, with_receipt(dialect, facts))
 
 
 async def _embedding(context: HttpContext, origin: Origin, data: bytes) -> bytes:
@@ -92,15 +94,14 @@ class HttpLineWork:
         return self._context.gateway.num_open
 
     async def answer(self, line: BatchLine, request_id: str, caller: bytes) -> LineAnswer:
-        state = self._context.state
         origin = origin_for(msgspec.json.decode(caller, type=Caller), request_id, self._context)
         try:
-            if (refusal := state.refusal()) is not None:
-                raise refusal
             body = await ENDPOINTS[line.url](self._context, origin, bytes(line.body))
         except (AserveError, RequestFailed) as error:
             info = info_of(error)
-            is_paused = info.code == ABORTED and state.is_held  # a pause ends what runs
+            is_paused = (
+                info.code == ABORTED and self._context.state.is_held
+            )  # a pause ends what runs
             is_again = info.status in AGAIN or is_paused
             again_s = (info.retry_after_s or RETRY_S) if is_again else None
             return LineAnswer(info.status, error_body(info), again_s)
@@ -108,6 +109,8 @@ class HttpLineWork:
 
 
 async def _generated(context: HttpContext, dialect: Dialect[ChoiceT]) -> bytes:
+    if (refusal := context.state.refusal()) is not None:
+        raise refusal
     request_stream = context.gateway.open(*dialect.call.requests)
     try:
         return b"".join(await whole_answer(request_stream, dialect))

@@ -175,6 +175,25 @@ async def test_a_line_that_a_pause_has_ended_is_tried_again(
         assert (counts.completed, counts.failed) == (1, 0)
 
 
+async def test_lines_of_a_batch_find_no_page_from_before_a_flush(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "RETRY_S", 0.01)
+    monkeypatch.setattr(state, "RETRY_AFTER_S", 0.01)
+    async with EchoEngine(files_dir=str(tmp_path), admin_api_key="root") as echo:
+        echo.scheduler.is_paused = True
+        batch = await create(echo.client, prompts(2))
+        await echo.until(lambda: bool(echo.scheduler.live))
+        for path in ("/flush_cache", "/pause_generation", "/continue_generation"):
+            assert (await ask(echo, path, {}, headers=bearer("root"))).status == 200
+        num_before = len(echo.scheduler.admitted)
+        echo.scheduler.is_paused = False
+        echo.scheduler.resume()
+        await ended(echo.client, batch)
+        later = echo.scheduler.admitted[num_before:]
+        assert {request.namespace for request in later} == {echo.state.cache_epoch}
+
+
 async def test_a_failure_of_ours_fails_the_batch_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
