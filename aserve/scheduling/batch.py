@@ -13,7 +13,7 @@ from aserve.messages.base import pack_i32
 from aserve.messages.requests import stamp_of
 from aserve.messages.step import Launch, ScheduleBatch, StepStats, VerifyPlan
 from aserve.scheduling.advance import stream_kv
-from aserve.scheduling.flights import Step, plan_step, send
+from aserve.scheduling.flights import Step, new_step, send
 from aserve.scheduling.forecast import relax
 from aserve.scheduling.grammar_rows import ask_mask, held_flights
 from aserve.scheduling.input_ids import expected_stamps, input_ids, next_ids
@@ -31,7 +31,7 @@ def launch(
     table, iteration, state.repeat = state.table, state.next_iteration, None
     state.next_iteration += 1
     relax(state)
-    step = plan_step(table, rows, query_lens, iteration=iteration, caps=state.spec.decode)
+    step = new_step(table, rows, query_lens, iteration=iteration, caps=state.spec.decode)
     stats = _stats(state, step, admitted)
     skips_drafter = state.draft_choice.note_launch(table, step, stats)
     first, *others = step_parts(state, step)

@@ -142,7 +142,7 @@ def rows_of(sequences: list[Sequence]) -> Column:
     return np.array([sequence.row for sequence in sequences], np.int64)
 
 
-def plan_step(
+def new_step(
     table: RowTable, rows: Column, query_lens: Column, *, iteration: int, caps: DecodeCaps
 ) -> Step:
     """Returns the step that computes `query_lens` tokens of each row. Tokens beyond the known ones

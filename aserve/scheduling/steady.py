@@ -23,7 +23,7 @@ from aserve.messages.base import VALUE_BYTES, pack_i32
 from aserve.messages.requests import stamp_of
 from aserve.messages.step import Launch, ScheduleBatch, StepStats
 from aserve.scheduling.clients import Client
-from aserve.scheduling.flights import Repeat, plan_step, send_alike
+from aserve.scheduling.flights import Repeat, new_step, send_alike
 from aserve.scheduling.forecast import relax
 from aserve.scheduling.loads import save_pages
 from aserve.scheduling.ranks import max_decode_rows
@@ -122,7 +122,7 @@ def _find_repeat(state: SchedulerState) -> Repeat | None:
     num_left = table.num_pages[rows] * page_size - starts  # tokens until a page begins
     if np.count_nonzero(num_left >= page_size):
         return None
-    step = plan_step(table, rows, np.ones(num_rows, np.int64), iteration=0, caps=caps)
+    step = new_step(table, rows, np.ones(num_rows, np.int64), iteration=0, caps=caps)
     if np.count_nonzero(step.samples) < num_rows or np.count_nonzero(step.num_drafts):
         return None
     clients: list[Client] = table.clients[rows].tolist()

@@ -31,7 +31,7 @@ from aserve.messages.results import SampleResult
 from aserve.messages.transfers import KvFailed, KvReady, ReceiveKv
 from aserve.scheduling.commit import commit_tokens
 from aserve.scheduling.finish import step_back
-from aserve.scheduling.flights import drop_flights, plan_step, send
+from aserve.scheduling.flights import drop_flights, new_step, send
 from aserve.scheduling.loads import load_effect
 from aserve.scheduling.request import Phase, Sequence
 from aserve.scheduling.state import SchedulerState, Transfer
@@ -45,7 +45,7 @@ def await_kv(state: SchedulerState, sequence: Sequence) -> None:
     table, caps = state.table, state.spec.decode
     table.num_pages[sequence.row] = sequence.allocation.num_pages
     rows = np.array([sequence.row])
-    step = plan_step(table, rows, table.remaining[rows], iteration=state.next_iteration, caps=caps)
+    step = new_step(table, rows, table.remaining[rows], iteration=state.next_iteration, caps=caps)
     send(table, step, stamp=0)
     sequence.written_pages = 0  # the device knows nothing of it
     sequence.is_blocked = True
