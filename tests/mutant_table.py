@@ -488,10 +488,24 @@ MUTANTS = (
         f"{EXECUTOR}::test_a_row_that_was_held_before_a_failure_cannot_be_sampled_after_the_resync",
     ),
     Mutant(
+        "held rows that outlive their requests",
+        "aserve/gpu/executor.py",
+        "        self._runner.held.forget(plan.rows)\n",
+        "",
+        f"{EXECUTOR}::test_what_a_row_held_is_freed_when_a_step_names_the_row_again",
+    ),
+    Mutant(
+        "a held row that keeps the logits of those that were sampled",
+        "aserve/gpu/step/held.py",
+        "if left and 2 * len(left) <= len(held.rows):",
+        "if not held:",
+        f"{EXECUTOR}::test_a_row_that_waits_long_does_not_keep_the_logits_of_the_others",
+    ),
+    Mutant(
         "a held row that may be sampled twice",
         "aserve/gpu/step/held.py",
-        "if missing := sorted(sampled - held):",
-        "if missing := sorted(held - sampled):",
+        "        self.forget(rows)\n        return own.pop()\n",
+        "        return own.pop()\n",
         f"{EXECUTOR}::test_a_held_row_cannot_be_sampled_twice",
     ),
     Mutant(
@@ -702,8 +716,8 @@ MUTANTS = (
     Mutant(
         "masks of a window that begin one node late",
         "aserve/gpu/step/held.py",
-        "parts = [np.arange(starts[i], starts[i] + windows[i]) for i in self._indices(rows)]",
-        "parts = [np.arange(starts[i], starts[i] + windows[i])[::-1] for i in self._indices(rows)]",
+        "parts = [np.arange(start, end) for start, end in self._spans(rows)]",
+        "parts = [np.arange(start, end)[::-1] for start, end in self._spans(rows)]",
         SPECULATION,
     ),
     Mutant(

@@ -198,6 +198,7 @@ class TorchExecutor:
         self._row_params.write(batch.row_inits)
         self._runner.state.kv_streams.begin(batch.iteration)
         plan = self._planner.plan(batch)
+        self._runner.held.forget(plan.rows)
         if self._published is not None and not plan.is_exact:
             exact = self._published.exact(plan.rows, plan.kv_lens, plan.is_bound)
             plan = plan.with_exact_lens(exact)

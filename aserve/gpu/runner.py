@@ -93,7 +93,7 @@ class ModelRunner:
         self.state = parts.state
         self.relay: FutureMap = parts.state.relay
         self._sampler = Sampler(parts.state.tables, parts.state.pools, parts.sample_ops)
-        self.held = HeldRows()
+        self.held: HeldRows[HeldStep] = HeldRows()
         self._own_lens = torch.full_like(self.relay.written_iter, UNKNOWN)  # debug checks only
 
     def stage(self, plan: StepPlan) -> HostArrays:
@@ -236,7 +236,7 @@ class ModelRunner:
         places = step.arrays.ints("held_tokens")
         logits = self.model.logits(hidden.index_select(0, places))
         kept = tuple(values.index_select(0, places) for values in features)
-        self.held.keep(HeldStep(step, places, logits, kept))
+        self.held.keep(HeldStep.of(step, places, logits, kept))
 
     def sample_held(self, sample: HeldSample, paths: TreePaths | None = None) -> Sampled:
         held, kept = sample.origin, sample.kept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NoReturn
@@ -105,6 +106,51 @@ async def test_a_held_row_is_sampled_later_under_its_mask_and_its_neighbour_at_o
         assert sampled[0] in allowed
         follows = request("follows", [*PROMPT, *sampled])
         assert tokens_of(await third) == plain_outputs(HashModel(), follows)[:1]
+
+
+class HeldLogits:
+    """Whether the logits of the first step are still in memory."""
+
+    def __init__(self) -> None:
+        self.model = HookedModel(spoil={1: self._note})
+
+    def _note(self, logits: Tensor) -> Tensor:
+        self._noted = weakref.ref(logits)
+        return logits
+
+    @property
+    def are_kept(self) -> bool:
+        gc.collect()
+        return self._noted() is not None
+
+
+async def test_what_a_row_held_is_freed_when_a_step_names_the_row_again() -> None:
+    """The request was cancelled while its row was held, so nobody samples it."""
+    first = HeldLogits()
+    async with started(first.model) as (executor, builder):
+        await executor.launch(builder.batch({2: PROMPT}, sampling=[], held=[2]))
+        await executor.launch(builder.batch({3: PROMPT}, sampling=[3]))
+        assert first.are_kept
+        again = builder.batch({2: PROMPT}, sampling=[2], inits=[greedy(2)])
+        assert tokens_of(await executor.launch(again)) == PLAIN[:1]
+        assert not first.are_kept
+        await assert_fails(executor.sample(sample_row_2()), says=NOT_HELD)
+
+
+async def test_a_row_that_waits_long_does_not_keep_the_logits_of_the_others() -> None:
+    """Of four held rows two are sampled, one by one: those that are left are copied, and are
+    sampled at last."""
+    first, prompts = HeldLogits(), {row: PROMPT[row:] for row in range(1, 5)}
+    async with started(first.model) as (executor, builder):
+        executor.launch(builder.batch(prompts, sampling=[], held=[*prompts]))
+        sampled: dict[int, int] = {}
+        for row, kept_after in ((1, True), (3, False), (4, False), (2, False)):
+            outcome = await executor.sample(Sample(1, pack_i32([row]), b"\xff" * 8))
+            [sampled[row]] = tokens_of(outcome)
+            await executor.launch(builder.batch({5: [7]}, sampling=[]))  # the Sample is over
+            assert first.are_kept is kept_after
+    plain = {row: request(str(row), prompt) for row, prompt in prompts.items()}
+    assert sampled == {row: plain_outputs(HashModel(), each)[0] for row, each in plain.items()}
 
 
 # ---------------------------------------------------------------- failures

@@ -6,20 +6,19 @@ step's graph begins with it; that the one is not computed yet makes no differenc
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
-from aserve.errors import BugError
 from aserve.gpu.mlx.arrays import ints, with_rows
 from aserve.gpu.mlx.decoder import MlxModel
 from aserve.gpu.mlx.kv import PagedKv, StepAttention, Table
 from aserve.gpu.mlx.sampler import LogitsRows, RowTables, Sampler, score_prompts
 from aserve.gpu.sampling.plan import RowParams
 from aserve.gpu.step.future_map import NEVER
+from aserve.gpu.step.held import HeldRows
 from aserve.gpu.step.plan import LogitsPlan, StepPlan, plan_logits
 from aserve.gpu.step.results import Layout, check_step
 from aserve.messages.base import ArrayI32, array_i32
@@ -37,18 +36,21 @@ class Graph:
     arrays: tuple[mx.array, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Held:
     """Rows whose logits wait for their grammar masks."""
 
+    iteration: int
     rows: ArrayI32
     lens: ArrayI32
     logits: mx.array  # [rows, vocab]
-    stamp: int
-    waiting: frozenset[int]  # the rows that are not sampled yet
 
     def indices(self, rows: ArrayI32) -> list[int]:
         return [int(np.flatnonzero(self.rows == row)[0]) for row in rows]
+
+    def narrowed(self, rows: ArrayI32) -> _Held:
+        indices = self.indices(rows)
+        return _Held(self.iteration, rows, self.lens[indices], self.logits[ints(indices)])
 
 
 class MlxRunner:
@@ -78,7 +80,7 @@ class MlxRunner:
         # NOTE: a thread can compute only what was made on its own stream, or is computed already.
         mx.eval(self._last_tokens, self._token_ids)
         self._stamps = np.full(max_rows + 1, NEVER, np.int32)
-        self._held: dict[int, _Held] = {}  # by iteration
+        self._held: HeldRows[_Held] = HeldRows()
 
     def apply(self, batch: ScheduleBatch) -> None:
         """Writes what the batch says of its rows: parameters and pages."""
@@ -91,6 +93,7 @@ class MlxRunner:
         stale = check_step(plan, self._stamps[plan.rows], plan.kv_lens)
         if stale is not None:
             raise stale
+        self._held.forget(plan.rows)
         attention = self.kv.begin(plan, wait=wait)
         positions = plan.kv_lens[plan.token_to_row] + plan.offsets
         rows = plan.rows[plan.token_to_row]
@@ -115,7 +118,7 @@ class MlxRunner:
     def sample(self, sample: Sample, row_params: RowParams, *, slice_len: int) -> Graph:
         """Samples held rows, which are then held no more."""
         rows = array_i32(sample.rows)
-        held = self._take(sample.iteration, rows)
+        held = self._held.take(sample.iteration, rows)
         indices = held.indices(rows)
         ones = np.ones_like(rows)
         plan = plan_logits(
@@ -131,8 +134,8 @@ class MlxRunner:
         logits = held.logits[ints(indices)]
         own = LogitsRows(rows, held.lens[indices], mask)
         sampled = self._sampler.sample(plan, own, lambda part: logits[part])
-        self._stash(rows, sampled.tokens, held.stamp)
-        return Graph(*sampled.pack(), plan, (self._last_tokens,))
+        self._stash(rows, sampled.tokens, stamp_of(held.iteration))
+        return Graph(*sampled.pack(), plan, (self._last_tokens, *self._held_logits()))
 
     def forget_held(self) -> None:
         self._held.clear()
@@ -147,25 +150,9 @@ class MlxRunner:
     def _hold(self, plan: StepPlan, hidden: mx.array, positions: ArrayI32) -> None:
         if not len(plan.held_rows):
             return
-        self._held[plan.iteration] = _Held(
-            rows=plan.held_rows,
-            lens=positions[plan.held_tokens] + 1,
-            logits=self.model.logits(hidden[ints(plan.held_tokens)]),
-            stamp=stamp_of(plan.iteration),
-            waiting=frozenset(map(int, plan.held_rows)),
-        )
-
-    def _take(self, iteration: int, rows: ArrayI32) -> _Held:
-        """Returns the step that holds these rows, which are then held no more."""
-        held, sampled = self._held.get(iteration), frozenset(map(int, rows))
-        if held is None or not sampled <= held.waiting:
-            raise BugError(f"step {iteration}: of rows {rows} some are sampled, but not held")
-        left = held.waiting - sampled
-        if left:
-            self._held[iteration] = dataclasses.replace(held, waiting=left)
-        else:
-            del self._held[iteration]
-        return held
+        logits = self.model.logits(hidden[ints(plan.held_tokens)])
+        lens = positions[plan.held_tokens] + 1
+        self._held.keep(_Held(plan.iteration, plan.held_rows, lens, logits))
 
     def _stash(self, rows: ArrayI32, tokens: mx.array, stamp: int) -> None:
         if len(rows):
@@ -178,5 +165,7 @@ class MlxRunner:
 
     def _state(self, attention: StepAttention) -> tuple[mx.array, ...]:
         logs = (log for pair in attention.log.values() for log in pair)
-        held = (each.logits for each in self._held.values())
-        return self._last_tokens, self._token_ids, *logs, *held
+        return self._last_tokens, self._token_ids, *logs, *self._held_logits()
+
+    def _held_logits(self) -> tuple[mx.array, ...]:
+        return tuple(held.logits for held in self._held.steps())

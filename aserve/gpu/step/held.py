@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Generic, Protocol, Self, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from aserve.errors import BugError
@@ -22,14 +24,40 @@ from aserve.messages.base import ArrayI32
 from aserve.messages.results import RowDrafts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class HeldStep:
     """The held rows of one step, and the tokens of their windows, row by row."""
 
     step: DeviceStep
+    rows: ArrayI32
+    windows: ArrayI32  # [rows], tokens of each
     places: Tensor  # int64 [held tokens], indices into the step's tokens
     logits: Tensor  # [held tokens, vocab]
     features: tuple[Tensor, ...]  # [held tokens, hidden] each, for drafters
+
+    @classmethod
+    def of(
+        cls, step: DeviceStep, places: Tensor, logits: Tensor, features: tuple[Tensor, ...]
+    ) -> HeldStep:
+        """Keeps what a Sample reads of the step, and no hidden states of all its tokens."""
+        batch = dataclasses.replace(step.batch, capture=None, features=None)
+        step, plan = dataclasses.replace(step, batch=batch), step.plan
+        return cls(step, plan.held_rows, plan.held_windows, places, logits, features)
+
+    @property
+    def iteration(self) -> int:
+        return self.step.plan.iteration
+
+    def narrowed(self, rows: ArrayI32) -> HeldStep:
+        spans, windows = self._spans(rows), self.windows[self._indices(rows)]
+
+        def only(values: Tensor) -> Tensor:
+            """NOTE: by slices, because indices would have to be copied from the host."""
+            return torch.cat([values[start:end] for start, end in spans])
+
+        features = tuple(only(values) for values in self.features)
+        places, logits = only(self.places), only(self.logits)
+        return HeldStep(self.step, rows, windows, places, logits, features)
 
     def plan_sample(
         self, rows: ArrayI32, row_params: RowParams, *, vocab_size: int, slice_len: int
@@ -38,7 +66,7 @@ class HeldStep:
         plan = self.step.plan
         own = self._indices(rows)
         of_step = _places(rows, plan.rows)
-        windows, len_bounds = plan.held_windows[own], plan.len_bounds[of_step]
+        windows, len_bounds = self.windows[own], plan.len_bounds[of_step]
         ends = np.cumsum(windows, dtype=np.int32)
         order = np.arange(len(rows), dtype=np.int32)
         nothing = np.empty(0, np.int32)
@@ -74,13 +102,16 @@ class HeldStep:
 
     def kept(self, rows: ArrayI32) -> ArrayI32:
         """Returns the indices of the rows' tokens among the held tokens."""
-        windows = self.step.plan.held_windows
-        starts = np.cumsum(windows) - windows
-        parts = [np.arange(starts[i], starts[i] + windows[i]) for i in self._indices(rows)]
+        parts = [np.arange(start, end) for start, end in self._spans(rows)]
         return np.concatenate(parts).astype(np.int32)
 
+    def _spans(self, rows: ArrayI32) -> list[tuple[int, int]]:
+        """Returns where each row's tokens begin and end among the held tokens."""
+        ends = np.cumsum(self.windows)
+        return [(int(ends[i] - self.windows[i]), int(ends[i])) for i in self._indices(rows)]
+
     def _indices(self, rows: ArrayI32) -> list[int]:
-        return _places(rows, self.step.plan.held_rows)
+        return _places(rows, self.rows)
 
 
 def _places(rows: ArrayI32, among: ArrayI32) -> list[int]:
@@ -117,34 +148,63 @@ class HeldSample:
         return self.arrays.narrow_ints("mask").view(len(self.plan.input_ids), -1)
 
 
-class HeldRows:
-    """The steps of which rows are held, by iteration. Written on the executor's thread only."""
+class Held(Protocol):
+    """The held rows of one step."""
 
-    __slots__ = ("_rows", "_steps")
+    @property
+    def iteration(self) -> int: ...
+
+    @property
+    def rows(self) -> ArrayI32: ...
+
+    def narrowed(self, rows: ArrayI32) -> Self:
+        """Returns a copy for these of its rows, which does not keep the others' logits."""
+
+
+HeldT = TypeVar("HeldT", bound=Held)
+
+
+class HeldRows(Generic[HeldT]):
+    """The step that holds each row. Written on the executor's thread only.
+
+    A row whose request ends or is retracted gets no Sample, and nobody says so. It stays until a
+    step names it again, which may be late. So a step of which half of the rows are gone is copied
+    without them: in all, fewer than two times as many rows' logits are kept as there are rows.
+    """
+
+    __slots__ = ("_by_row",)
 
     def __init__(self) -> None:
-        self._steps: dict[int, HeldStep] = {}
-        self._rows: dict[int, set[int]] = {}  # those that are not sampled yet, by iteration
+        self._by_row: dict[int, HeldT] = {}
 
-    def keep(self, held: HeldStep) -> None:
-        plan = held.step.plan
-        self._steps[plan.iteration] = held
-        self._rows[plan.iteration] = {int(row) for row in plan.held_rows}
+    def keep(self, held: HeldT) -> None:
+        self._by_row |= dict.fromkeys(map(int, held.rows), held)
 
-    def take(self, iteration: int, rows: ArrayI32) -> HeldStep:
+    def steps(self) -> set[HeldT]:
+        """Those of which rows are held. They are told apart by identity."""
+        return set(self._by_row.values())
+
+    def take(self, iteration: int, rows: ArrayI32) -> HeldT:
         """Returns the step that holds these rows, which are then held no more."""
-        held, sampled = self._rows.get(iteration, set()), {int(row) for row in rows}
-        if missing := sorted(sampled - held):
+        found = {row: self._by_row.get(row) for row in map(int, rows)}
+        own = {held for held in found.values() if held is not None and held.iteration == iteration}
+        if missing := [row for row, held in found.items() if held not in own]:
             raise BugError(f"step {iteration}: rows {missing} are sampled, but not held")
-        step = self._steps[iteration]
-        held -= sampled
-        if not held:
-            del self._steps[iteration], self._rows[iteration]
-        return step
+        self.forget(rows)
+        return own.pop()
+
+    def forget(self, rows: ArrayI32) -> None:
+        """The executor calls it for the rows of each step, before the step holds any of them."""
+        if not self._by_row:
+            return  # mostly
+        popped = [self._by_row.pop(row) for row in map(int, rows) if row in self._by_row]
+        for held in set(popped):
+            left = [row for row in map(int, held.rows) if self._by_row.get(row) is held]
+            if left and 2 * len(left) <= len(held.rows):
+                self.keep(held.narrowed(np.array(left, np.int32)))
 
     def clear(self) -> None:
-        self._steps.clear()
-        self._rows.clear()
+        self._by_row.clear()
 
 
 def read_drafts(words: ArrayI32, layout: Layout, plan: StepPlan) -> tuple[RowDrafts, ...]:

@@ -18,10 +18,13 @@ from aserve.gpu.mlx import executor as module
 from aserve.gpu.mlx.build import build_mlx_executor
 from aserve.gpu.mlx.decoder import MlxAttend
 from aserve.load import EXECUTORS, build_options, load_executor
+from aserve.messages.base import pack_i32
 from aserve.messages.changes import Profile
+from aserve.messages.results import StepFailed
+from aserve.messages.step import Sample
 from aserve.tiny import MODEL_DIR
 from tests.fakes.hash_model import HashModel
-from tests.gpu.batch_builder import running, tokens_of
+from tests.gpu.batch_builder import greedy, running, tokens_of
 from tests.gpu.drive import make_executor, request, serve
 from tests.gpu.mlx.hash_models import POISON, MlxHashModel
 from tests.gpu.mlx.test_mlx_traces import make_mlx_executor
@@ -67,6 +70,24 @@ async def test_eight_graphs_are_built_before_the_first_result_is_read(
         outputs = [token for ticket in tickets for token in tokens_of(await ticket)]
     assert waits == [True] * 8
     assert outputs == plain_outputs(HashModel(), request("plain", PROMPT))
+
+
+async def test_held_rows_are_sampled_one_by_one_and_end_when_a_step_names_their_row() -> None:
+    """Row 2's request ends while the row is held; row 4's waits for longer than the others."""
+    prompts = {row: PROMPT[row:] for row in range(1, 5)}
+    async with running(make_mlx_executor(MlxHashModel(HashModel()))) as builder:
+        executor = builder.executor
+        await executor.launch(builder.batch(prompts, sampling=[], held=[*prompts]))
+        again = builder.batch({2: PROMPT}, sampling=[2], inits=[greedy(2)])
+        tokens = {2: tokens_of(await executor.launch(again))}
+        for row in (1, 3, 4):
+            sample = Sample(1, pack_i32([row]), b"\xff" * 8)
+            tokens[row] = tokens_of(await executor.sample(sample))
+        late = await executor.sample(Sample(1, pack_i32([2]), b"\xff" * 8))
+    assert isinstance(late, StepFailed)
+    assert "rows [2] are sampled, but not held" in late.error.message
+    plain = {row: request(str(row), prompt) for row, prompt in (prompts | {2: PROMPT}).items()}
+    assert tokens == {row: plain_outputs(HashModel(), each)[:1] for row, each in plain.items()}
 
 
 def test_what_a_failed_request_leaves_in_its_pages_reaches_nobody() -> None:
