@@ -213,6 +213,8 @@ class KvReceiver(Actor[None]):
         asked, spans = transfer.asked, transfer.spans
         spans.restart()
         connection = transfer.connection = connect(*peer.address)
+        if transfer.is_cancelled:  # while it connected, when there was nothing to abort
+            raise TransferError("cancelled")
         connection.send(
             Fetch(
                 VERSION,

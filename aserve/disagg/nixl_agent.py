@@ -66,10 +66,13 @@ class NixlAgent:
         assert own is not None
         # NOTE: a READ that failed may still write to its slot, which is not used again.
         with _as_os_error():
-            self._read(place, offset, own, len(values))
+            handle = self._prepare(place, offset, own, len(values))
+            try:
+                self._await(handle)
+            finally:
+                self._agent.release_xfer_handle(handle)
         values[:] = self._arena.memory[own : own + len(values)]
-        self._arena.give_back(own)
-        self._free.release()
+        self._give_back(own)
 
     def close(self) -> None:
         """Ends all reads."""
@@ -81,15 +84,21 @@ class NixlAgent:
             if (known := self._peers.pop(place.agent, None)) is not None:
                 self._agent.remove_remote_agent(known)
 
-    def _read(self, place: NixlPlace, offset: int, own: int, num_bytes: int) -> None:
-        agent, peer = self._agent, self._known(place)
-        to = agent.get_xfer_descs([(self._arena.address + own, num_bytes, 0)], "DRAM")
-        source = agent.get_xfer_descs([(place.address + offset, num_bytes, 0)], "DRAM")
-        handle = agent.initialize_xfer("READ", to, source, peer)
+    def _prepare(self, place: NixlPlace, offset: int, own: int, num_bytes: int) -> object:
+        """Returns the handle of a READ. If that cannot begin, its slot is free again."""
+        agent = self._agent
         try:
-            self._await(handle)
-        finally:
-            agent.release_xfer_handle(handle)
+            peer = self._known(place)
+            to = agent.get_xfer_descs([(self._arena.address + own, num_bytes, 0)], "DRAM")
+            source = agent.get_xfer_descs([(place.address + offset, num_bytes, 0)], "DRAM")
+            return agent.initialize_xfer("READ", to, source, peer)
+        except BaseException:
+            self._give_back(own)
+            raise
+
+    def _give_back(self, own: int) -> None:
+        self._arena.give_back(own)
+        self._free.release()
 
     def _await(self, handle: object) -> None:
         until_s, num_looks = time.monotonic() + IDLE_S, 0

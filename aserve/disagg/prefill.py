@@ -49,6 +49,7 @@ from aserve.messages.transfers import HostKv, LayeredKvAccess, ReceiveKv, SendKv
 from aserve.observability.reports import KvTransferred
 
 MAX_TRANSFERS = 256  # connections at a time
+ACCEPT_RETRY_S = 1.0  # as asyncio's servers do
 PART_BYTES = 4 << 20  # one is copied while the one before it is sent
 CLIENT = "disaggregation"  # has one share of the engine beside its own clients
 
@@ -129,7 +130,12 @@ class KvSender(Actor[None]):
         loop = asyncio.get_running_loop()
         self._sock.setblocking(False)
         while True:
-            accepted, _ = await loop.sock_accept(self._sock)
+            try:
+                accepted, _ = await loop.sock_accept(self._sock)
+            except OSError as error:  # no file descriptor is free, or the peer has gone again
+                logger.warning("a connection for KV could not be accepted: %s", error)
+                await asyncio.sleep(ACCEPT_RETRY_S)
+                continue
             if len(self._connections) >= MAX_TRANSFERS:
                 accepted.close()  # the peer tries another engine, or computes the prompt itself
                 continue

@@ -6,12 +6,16 @@ import contextlib
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
 
+from aserve.disagg.arena import Arena
 from aserve.disagg.carriers import Inlets, Outlets
+from aserve.disagg.nixl_agent import NixlAgent
 from aserve.disagg.wire import NixlPlace, Offers, TransferError
 from aserve.errors import ConfigError
 
@@ -67,6 +71,67 @@ def test_a_block_is_read_from_another_process_until_that_ends(
                 inlet.fill(offset, values)
             inlet.forget()
     assert inlets.agent.num_peers == 0
+
+
+class FakeAgent:
+    """An agent of NIXL whose READs do nothing. A call of `broken` raises, and a READ ends in
+    `state`.
+    """
+
+    broken: ClassVar[str] = ""
+    state: ClassVar[str] = "DONE"
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*_: object) -> object:
+            if name == self.broken:
+                raise RuntimeError("NIXL_ERR_INVALID_PARAM")
+            return {"add_remote_agent": "peer", "get_agent_metadata": b"here"}.get(name, 1)
+
+        return call
+
+    def transfer(self, _: object) -> str:
+        return self.state
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> NixlAgent:
+    """An agent with 2 slots."""
+    api: Any = ModuleType("nixl._api")
+    api.nixl_agent, api.nixl_agent_config = FakeAgent, dict
+    api.nixl_thread_sync_t = SimpleNamespace(NIXL_THREAD_SYNC_STRICT=1)
+    monkeypatch.setitem(sys.modules, "nixl", ModuleType("nixl"))
+    monkeypatch.setitem(sys.modules, "nixl._api", api)
+    monkeypatch.setattr("aserve.disagg.nixl_agent.IDLE_S", 0.0)
+    return NixlAgent(Arena(slot_bytes=4096, num_slots=2))
+
+
+@pytest.mark.parametrize("call", ["add_remote_agent", "get_xfer_descs", "initialize_xfer"])
+def test_a_read_that_cannot_begin_costs_no_slot(
+    call: str, agent: NixlAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, values = NixlPlace("other", b"there", 0, 4096), memoryview(bytearray(16))
+    with monkeypatch.context() as patched:
+        patched.setattr(FakeAgent, "broken", call)
+        for _ in range(3):
+            with pytest.raises(OSError, match="NIXL_ERR_INVALID_PARAM"):
+                agent.read(place, 0, values)
+    agent.read(place, 0, values)
+
+
+def test_the_slot_of_a_read_that_failed_is_not_used_again(
+    agent: NixlAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, values = NixlPlace("other", b"there", 0, 4096), memoryview(bytearray(16))
+    with monkeypatch.context() as patched:
+        patched.setattr(FakeAgent, "state", "ERR")
+        for _ in range(2):
+            with pytest.raises(TransferError, match="could not read a block: ERR"):
+                agent.read(place, 0, values)
+    with pytest.raises(TransferError, match="no slot for a READ"):
+        agent.read(place, 0, values)
 
 
 @needs_nixl

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
+import os
 import re
 import socket
 import threading
@@ -493,6 +495,55 @@ async def test_a_request_that_ends_on_the_decode_side_ends_on_both(prefill: Pref
         port.send(end)  # no client hears of it
         prefill.actor.send(end)
         assert not prefill.actor.owns(request.request_id)
+
+
+async def test_a_request_that_ends_while_it_connects_asks_for_nothing(
+    prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It connects to the second peer, and has the closed connection of the first one."""
+    loop = asyncio.get_running_loop()
+    is_connecting, may_connect = asyncio.Event(), threading.Event()
+
+    def connect(host: str, port: int) -> Connection:
+        if port == prefill.address[1]:
+            loop.call_soon_threadsafe(is_connecting.set)
+            assert may_connect.wait(10)
+        return wire.connect(host, port)
+
+    monkeypatch.setattr("aserve.disagg.decode.connect", connect)
+    with peer(lambda connection: connection.send(Failed("busy"))) as busy:
+        decode = Decode(busy, prefill.address)
+        async with running(decode):
+            decode.ask()
+            await is_connecting.wait()
+            decode.actor.send(Retired("r", 0, "cancelled", 0))
+            may_connect.set()
+            assert "cancelled" in await decode.failure()
+            assert decode.outcomes() == [("cancelled", 0)]
+            await prefill.has_reported.wait()
+            assert prefill.events.queue.empty()
+
+
+async def test_an_accept_that_fails_ends_no_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = asyncio.get_running_loop()
+    accept, errors = loop.sock_accept, [errno.EMFILE, errno.ECONNABORTED]
+
+    async def sock_accept(sock: socket.socket) -> tuple[socket.socket, Any]:
+        if errors:
+            raise OSError(number := errors.pop(), os.strerror(number))
+        return await accept(sock)
+
+    monkeypatch.setattr(loop, "sock_accept", sock_accept)
+    monkeypatch.setattr("aserve.disagg.prefill.ACCEPT_RETRY_S", 0.0)
+    prefill = Prefill()
+    decode = Decode(prefill.address)
+    async with running(prefill, decode):
+        decode.ask()
+        prefill.compute(await prefill.admitted(), 10)
+        assert isinstance(await decode.events.next(), KvReady)
+    assert "Too many open files" in caplog.text
 
 
 @pytest.mark.parametrize(
