@@ -170,7 +170,7 @@ class KvReceiver(Actor[None]):
         transfer = self._transfers.pop(name)
         asked = transfer.asked
         if reason is None:
-            self._events.send(KvReady(asked.request_id, asked.child, b""))
+            self._events.send(KvReady(asked.request_id, asked.child))
         else:
             self._events.send(KvFailed(asked.request_id, asked.child, StepError(reason).info()))
         if reason is not None and not transfer.is_cancelled:

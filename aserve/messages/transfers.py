@@ -11,12 +11,11 @@ from typing import Protocol, TypeAlias
 
 from aserve.errors import ErrorInfo
 from aserve.messages.base import Message, Record
-from aserve.messages.results import RowLogprobs
 
 
 class ReceiveKv(Message, frozen=True):
-    """Asks for a transfer of the KV of a sequence's tokens from `first` on into its pages. The last
-    token may be left out. No other sequence uses the pages from `first` on before KvReady or
+    """Asks for a transfer of the KV of a sequence's tokens from `first` on into its pages, but for
+    that of the last one. No other sequence uses the pages from `first` on before KvReady or
     KvFailed, even if this one ends earlier.
     """
 
@@ -55,14 +54,10 @@ class StreamKv(Message, frozen=True):
 
 
 class KvReady(Message, frozen=True):
-    """Answers ReceiveKv: the KV is in the sequence's pages. `token_ids` is the token that was
-    sampled behind it. It may be empty, and then the last token is computed here.
-    """
+    """Answers ReceiveKv: the KV is in the sequence's pages. The last token is computed here."""
 
     request_id: str
     child: int
-    token_ids: bytes  # int32
-    logprobs: tuple[RowLogprobs, ...] = ()  # of that token, of whatever row
 
 
 class KvFailed(Message, frozen=True):

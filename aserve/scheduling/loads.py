@@ -5,9 +5,9 @@ before the launch of any step that could write them, and the executor reads them
 
 A sequence whose prefix hit goes on in the tiers takes the pages for it at its admission, and awaits
 their KV with its row, as one whose KV comes from another engine does (transfers.py). But this
-transfer is no flight, since it brings no tokens: the rest of the prompt is a prefill, which begins
-when the KV is there. If less came than the tiers were said to have, the sequence computes the rest,
-and does not ask them again.
+transfer is no flight, since only its end says how many pages came: the rest of the prompt is a
+prefill, which begins when the KV is there. If less came than the tiers were said to have, the
+sequence computes the rest, and does not ask them again.
 
 A page that is missing in a windowed group, because the sequence was to begin behind it, cannot be
 made up for: such a sequence is admitted anew.

@@ -2,9 +2,9 @@
 
 Such a sequence is admitted like any other, with its prefix hit, all its pages and a row, and then
 awaits its KV (`Phase.AWAITING_KV`). The transfer is a flight of the sequence: it brings the KV of
-the tokens behind the prefix hit, and maybe the token that was sampled behind them. When it is back,
-the sequence decodes as if its tokens had been computed here. If the transfer fails, or the sequence
-is retracted later, they are.
+the tokens behind the prefix hit, but for the last one, and no output. When it is back, the sequence
+goes on as if they had been computed here, with a step of its last token. If the transfer fails, or
+the sequence is retracted later, they are.
 
 A transfer is not ordered with the device's steps. So it begins when the steps that were launched
 before the pages were taken are back, since a former owner of a page may have been in them. And the
@@ -23,7 +23,6 @@ Writes `SchedulerState.transfers` and `SchedulerState.unsent`.
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 
 from aserve.messages.base import pack_i32
@@ -95,12 +94,6 @@ def end_transfer(state: SchedulerState, event: KvReady | KvFailed) -> None:
         step_back(state, sequence)
         return
     row = sequence.row
-    brought = SampleResult(
-        iteration=0,
-        rows=pack_i32([row]),
-        counts=pack_i32([len(event.token_ids) // 4]),
-        tokens=event.token_ids,
-        logprobs=tuple(msgspec.structs.replace(record, row=row) for record in event.logprobs),
-    )
+    brought = SampleResult(iteration=0, rows=pack_i32([row]), counts=pack_i32([0]), tokens=b"")
     state.draft_choice.note_decode(state.table, row)
     commit_tokens(state, brought, transfer.step)

@@ -339,7 +339,7 @@ async def test_kv_comes_chunk_by_chunk_and_in_parts(
         assert prefill.access.num_reads == 1  # at once: a later launch may write the pages
         await asyncio.sleep(0.2)  # it says Waiting
         prefill.compute(request, 10)
-        assert await decode.events.next() == KvReady("r", 0, b"")
+        assert await decode.events.next() == KvReady("r", 0)
     assert decode.access.tokens == {at: token for at, token in WHOLE.items() if at >= 2}
     await prefill.has_reported.wait()  # it does when the other side has hung up
     assert decode.outcomes() == prefill.outcomes() == [("ok", 8 * SIZE)]
@@ -369,7 +369,7 @@ async def test_layers_come_while_their_step_runs_and_count_when_it_is_done(
         prefill.compute(request, 8)
         launch(4, 8, 11)  # as a step that does not run layer by layer
         prefill.compute(request, 10)
-        assert await decode.events.next() == KvReady("r", 0, b"")
+        assert await decode.events.next() == KvReady("r", 0)
     assert decode.access.tokens == {at: token for at, token in WHOLE.items() if at >= 2}
     await prefill.has_reported.wait()
     assert prefill.access.num_reads == 3
@@ -388,7 +388,7 @@ async def test_what_the_prefill_side_has_in_its_cache_comes_before_the_layers(
         assert await asyncio.to_thread(decode.access.is_ahead.wait, 10)
         assert sorted(decode.access.tokens) == [2, 3, 4, 5]
         prefill.compute(request, 10)
-        assert await decode.events.next() == KvReady("r", 0, b"")
+        assert await decode.events.next() == KvReady("r", 0)
     assert decode.outcomes() == [("ok", 8 * SIZE)]
 
 
@@ -407,7 +407,7 @@ async def test_a_peer_that_misbehaves_is_left_for_the_next_one(name: str, prefil
             decode.ask()
             request = await prefill.admitted()
             prefill.compute(request, 10)
-            assert await decode.events.next() == KvReady("r", 0, b"")
+            assert await decode.events.next() == KvReady("r", 0)
         assert decode.access.tokens == WHOLE
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from aserve.errors import StepError
-from aserve.messages.base import CancelReason, array_i32, pack_i32
+from aserve.messages.base import CancelReason, array_i32
 from aserve.messages.executor import GroupSpec
 from aserve.messages.output import Retired, StepOutput
 from aserve.messages.requests import Cancel, FailRequest
@@ -21,8 +21,8 @@ PROMPT = [5, 6, 7, 8, 9]
 ERROR = StepError("the other engine is gone").info()
 
 
-def ready(name: str = "a", token: int = 42) -> KvReady:
-    return KvReady(name, 0, pack_i32([token]))
+def ready(name: str = "a") -> KvReady:
+    return KvReady(name, 0)
 
 
 def num_free(stage: Stage) -> int:
@@ -44,20 +44,12 @@ def test_a_sequence_decodes_from_kv_that_was_computed_elsewhere() -> None:
     [pages] = transfer.pages
     assert len(array_i32(pages)) == 2
     stage.play(ready())
-    [output] = stage.outputs
-    assert array_i32(output.token_ids).tolist() == [42]
+    assert stage.of(StepOutput) == []
     decode = stage.batches[0]
-    assert (ids(decode), array_i32(decode.kv_lens).tolist()) == ([42], [5])
+    assert (ids(decode), array_i32(decode.kv_lens).tolist()) == ([9], [4])
     assert array_i32(decode.expects).tolist() == [0]
     assert [init.row for init in decode.row_inits] == rows(decode) == [1]
     assert decode.page_writes[0].pages == pages
-
-
-def test_without_a_token_the_last_one_is_computed_here() -> None:
-    stage = awaiting()
-    stage.play(KvReady("a", 0, b""))
-    assert stage.of(StepOutput) == []
-    assert (ids(stage.batches[0]), array_i32(stage.batches[0].kv_lens).tolist()) == ([9], [4])
 
 
 def test_drafts_begin_when_the_drafter_has_followed_a_step_of_the_row() -> None:
@@ -73,7 +65,7 @@ def test_drafts_begin_when_the_drafter_has_followed_a_step_of_the_row() -> None:
         stage.play(result(batch.iteration, {1: [50]}))
     stage.play(cancel("b"), request("a", PROMPT, max_tokens=40, awaits_kv=True))
     stage.play(result(batch.iteration + 1, {1: [50]}))
-    stage.play(KvReady("a", 0, b""))
+    stage.play(ready())
     is_followed = False
     for _ in range(9):
         [batch] = stage.batches
@@ -91,15 +83,6 @@ def test_a_sequence_that_is_alone_without_pages_for_all_its_kv_computes_it_here(
     stage.play(request("a", PROMPT, awaits_kv=True))
     assert stage.of(ReceiveKv) == []
     assert array_i32(stage.batches[0].kv_lens).tolist() == [1]
-
-
-def test_a_token_that_ends_the_sequence_is_its_only_one() -> None:
-    stage = Stage(spec())
-    stage.play(request("a", PROMPT, end_ids=(42,), awaits_kv=True))
-    stage.play(ready())
-    assert [effect.stop_id for effect in stage.of(Retired)] == [42]
-    assert stage.batches == []
-    assert num_free(stage) == 32
 
 
 def test_kv_that_came_is_cached_for_others() -> None:
@@ -179,7 +162,7 @@ def test_a_prefix_hit_is_not_transferred() -> None:
     [transfer] = stage.of(ReceiveKv)
     assert (transfer.first, transfer.num_tokens) == (4, 10)
     assert array_i32(transfer.token_ids).tolist() == prompt
-    stage.play(KvReady("b", 0, b""))
+    stage.play(ready("b"))
     assert (ids(stage.batches[0]), array_i32(stage.batches[0].kv_lens).tolist()) == ([25], [9])
 
 
@@ -194,7 +177,7 @@ def test_the_same_prompt_is_transferred_once() -> None:
     stage = awaiting(depth=1)
     stage.play(request("b", PROMPT, awaits_kv=True))
     assert stage.of(ReceiveKv) == []
-    stage.play(KvReady("a", 0, b""))
+    stage.play(ready())
     [batch] = stage.batches
     assert stage.of(ReceiveKv) == []
     assert ids(batch) == [9, 9]
@@ -234,7 +217,7 @@ def test_a_failed_step_of_others_leaves_a_transfer_alone() -> None:
     stage.play(ready())
     stage.play(result(3, {2: [50]}))
     mine = [batch for batch in stage.batches if 1 in rows(batch)]
-    assert array_i32(mine[0].kv_lens).tolist()[rows(mine[0]).index(1)] == 5
+    assert array_i32(mine[0].kv_lens).tolist()[rows(mine[0]).index(1)] == 4
 
 
 def test_a_row_that_awaits_kv_is_not_retracted() -> None:
