@@ -16,7 +16,6 @@ from typing import TypeAlias
 from aserve.amendments import Amendments, amended
 from aserve.channel import yield_to_loop
 from aserve.errors import ErrorInfo, ExpectedWait, InvalidRequest, QueueFull
-from aserve.messages.base import num_values
 from aserve.messages.changes import Amend
 from aserve.messages.output import OutputChunk, failed_chunk
 from aserve.messages.requests import Cancel, GenerateRequest
@@ -123,11 +122,9 @@ class Gateway:
         await self._is_drained.wait()
 
     def _leave(self, request_id: str) -> None:
-        opened = self._open.get(request_id)
-        if opened is not None:
+        if request_id in self._open:
             self._close(request_id)
-            kept = sum(num_values(outputs) for outputs in opened.outputs.values())
-            self._cancel(Cancel(request_id, None, kept, "cancelled"))
+            self._cancel(Cancel(request_id, None, 0, "cancelled"))
 
     def _note_change(self, change: Amend) -> None:
         opened = self._open.get(change.request_id)

@@ -98,8 +98,7 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
         is_over = request is not None and request.is_over
         if request is not None:
             self._failed[request_id] = request
-        kept = sum(child.text.num_kept for child in request.children) if request else 0
-        self._engine.send(Cancel(request_id, None, kept, "cancelled"))
+        self._engine.send(Cancel(request_id, None, 0, "cancelled"))
         if not is_over:
             self._deliver(failed_chunk(request_id, error))
 

@@ -9,8 +9,9 @@ How it works:
   side.
 
 - An engine with `--disaggregation-mode prefill` computes the prompt like any other request, with
-  its own prefix cache, and sends the KV of each chunk as soon as the chunk is computed (SendKv,
-  `prefill.py`). It serves other requests as well.
+  its own prefix cache, and sends the KV of a chunk layer by layer while the step computes it
+  (StreamKv, `prefill.py`), and what is left of it when the step is done (SendKv). It serves other
+  requests as well.
 
 - Each transfer has a connection of its own (`wire.py`), so that its end, its failure and its
   cancellation are those of the connection, and a slow peer delays only its own request. KV travels

@@ -219,8 +219,8 @@ class AdmitRequest(Message, frozen=True):
 
 class Cancel(Message, frozen=True):
     """Ends a child, or with None all children. http, the detokenizer and the scheduler actor's
-    timers send it to the scheduler, which ignores it for an unknown request. `kept` is the number
-    of output tokens that the client got.
+    timers send it to the scheduler, which ignores it for an unknown request. `kept` counts for the
+    reason "stop" alone: the number of the child's output tokens up to the stop string.
     """
 
     request_id: str
@@ -230,8 +230,8 @@ class Cancel(Message, frozen=True):
 
 
 class FailRequest(Message, frozen=True):
-    """masks -> scheduler: ends all children of the request with this error. It is ignored for an
-    unknown request.
+    """Ends all children of the request with this error. The mask actor and the scheduler actor's
+    timers send it to the scheduler, which ignores it for an unknown request.
     """
 
     request_id: str

@@ -34,10 +34,12 @@ class PromptLogprobs(Record, frozen=True):
 
 
 class RowEmbedding(Record, frozen=True):
-    """The hidden state of a row's last prompt token after the final norm, scaled to length 1."""
+    """The vector that the model's pooler makes of a row's prompt (gpu/models/pooling.py): an
+    embedding, or the scores of a classifier's labels.
+    """
 
     row: int
-    values: bytes  # float32 [hidden]
+    values: bytes  # float32 [size]
 
 
 class RowDrafts(Record, frozen=True):

@@ -91,7 +91,8 @@ class Trace:
                 )
             case Cancel():
                 who = "all children" if event.child is None else f"child {event.child}"
-                self.note(event.request_id, f"cancel of {who}: {event.reason}, kept {event.kept}")
+                kept = f", kept {event.kept}" if event.reason == "stop" else ""
+                self.note(event.request_id, f"cancel of {who}: {event.reason}{kept}")
             case MaskReady():
                 what = f"child {event.child} has the mask of output {event.position}"
                 self.note(event.request_id, what)

@@ -15,7 +15,7 @@ def test_a_story_names_everything_that_happened_in_order() -> None:
     trace.on_tick(SchedulerTick(events=[admit], effects=[], admitted=(Admitted("a", 0, 3, 17),)))
     output = SequenceOutput("a", 0, position=0, token_ids=pack_i32([5]), cached_len=0)
     trace.on_tick(SchedulerTick(events=[], effects=[StepOutput(17, (output,))]))
-    cancel = Cancel("a", None, 1, "cancelled")
+    cancel = Cancel("a", None, 0, "cancelled")
     trace.on_tick(SchedulerTick(events=[cancel], effects=[Retired("a", 0, "cancelled", 1)]))
     last = OutputChunk("a", 0, "", b"", Usage(), finish_reason="cancelled", is_last=True)
     trace.delivered(last)
@@ -23,7 +23,7 @@ def test_a_story_names_everything_that_happened_in_order() -> None:
         "request a:",
         "  +0.0 ms admission requested, 2 tokens",
         "  +500.0 ms child 0 runs in row 3 from step 17",
-        "  +1000.0 ms cancel of all children: cancelled, kept 1",
+        "  +1000.0 ms cancel of all children: cancelled",
         "  +1500.0 ms child 0 retired: cancelled, 1 tokens",
         "  +2000.0 ms answered: cancelled",
         "  child 0 has 1 tokens, the last from step 17",
