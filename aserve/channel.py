@@ -1,33 +1,17 @@
 """Typed channels between actors: inboxes that are read in batches, in order of arrival.
 
 A channel never blocks its writers. Admission bounds the number of messages, and a reader that is
-overloaded refuses requests (429). With `codec` each message is encoded and decoded with msgpack,
-which shows that a socket could carry it.
+overloaded refuses requests (429).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any, Generic, Protocol, TypeVar
-
-import msgspec
+from typing import Generic, Protocol, TypeVar
 
 T = TypeVar("T")
 In = TypeVar("In", contravariant=True)
-
-
-class Codec:
-    """msgpack both ways for one union of message types."""
-
-    __slots__ = ("_decoder", "_encoder")
-
-    def __init__(self, kind: Any) -> None:  # a type form: a class or a union of them
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(kind)
-
-    def round_trip(self, message: object) -> Any:
-        return self._decoder.decode(self._encoder.encode(message))
 
 
 class ChannelClosed(Exception):
@@ -59,12 +43,11 @@ async def yield_to_loop(num_turns: int = 1) -> None:
 class Channel(Generic[T]):
     """A queue with many writers on the loop's thread and one reader."""
 
-    __slots__ = ("_codec", "_is_closed", "_items", "_waiter")
+    __slots__ = ("_is_closed", "_items", "_waiter")
 
-    def __init__(self, *, codec: Codec | None = None) -> None:
+    def __init__(self) -> None:
         self._items: list[T] = []
         self._waiter: asyncio.Future[None] | None = None
-        self._codec = codec
         self._is_closed = False
 
     def __len__(self) -> int:
@@ -73,7 +56,7 @@ class Channel(Generic[T]):
     def send(self, message: T) -> None:
         if self._is_closed:
             raise ChannelClosed(f"{type(message).__name__} was sent to a closed channel")
-        self._items.append(self._codec.round_trip(message) if self._codec else message)
+        self._items.append(message)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

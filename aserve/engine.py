@@ -127,14 +127,13 @@ class Engine:
         resolved: Resolved | None = None,
         *,
         loader: Callable[[Resolved], Loaded] = load,
-        codec: bool = False,
         **options: object,
     ) -> None:
         if resolved is not None and options:
             raise ConfigError(f"options were given twice: resolved and {', '.join(options)}")
         self._resolved = resolved or _resolve(options)
         self._loader = loader
-        self._frontend = Frontend(self._resolved, codec=codec)
+        self._frontend = Frontend(self._resolved)
         self._draw_seed = seed_source(self._resolved.debug.seed)
         self._numbers = itertools.count(1)
         self._loop_thread: LoopThread | None = None

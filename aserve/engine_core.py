@@ -19,7 +19,7 @@ from aserve.actors.masks import MaskActor
 from aserve.actors.request_states import RequestStates
 from aserve.actors.scheduler import Pump, SchedulerActor, SchedulerPorts, SchedulerWatch
 from aserve.actors.supervisor import Supervised
-from aserve.channel import Channel, Codec, Sink
+from aserve.channel import Channel, Sink
 from aserve.config import Resolved
 from aserve.disagg.connect import open_transfers
 from aserve.errors import AserveError, EngineDead, ErrorInfo
@@ -101,13 +101,12 @@ class LocalEngineCore:
         *,
         ports: EngineCorePorts,
         vocabulary: Callable[[], Vocabulary],
-        codec: bool = False,
     ) -> None:
         self.spec = executor.spec
         self._executor = executor
         debug = resolved.debug
         self._recorder = Recorder(Path(debug.record), spec=self.spec) if debug.record else None
-        events: Channel[SchedulerEvent] = Channel(codec=Codec(SchedulerEvent) if codec else None)
+        events: Channel[SchedulerEvent] = Channel()
         pump = Pump(results=events)
         transfers = open_transfers(
             executor, resolved, events=events, text=ports.text, report=ports.report
@@ -127,7 +126,6 @@ class LocalEngineCore:
         grammars = GrammarActor(
             functools.partial(constrain, self.grammars),
             GrammarPorts(tiers.requests, masks.inbox, ports.text),
-            codec=Codec(EngineEvent) if codec else None,
         )
         self._events = events
         self.inbox: Sink[EngineEvent] = grammars.inbox

@@ -10,7 +10,7 @@ from aserve.actors.admission import TokenizeQueue
 from aserve.actors.detokenizer import DetokenizerActor
 from aserve.actors.supervisor import Failure, Supervisor
 from aserve.actors.tokenizer import TokenizerActor
-from aserve.channel import Channel, Codec
+from aserve.channel import Channel
 from aserve.config import Resolved
 from aserve.engine_core import EngineCore, EngineCorePorts, LocalEngineCore
 from aserve.errors import BugError, ErrorInfo
@@ -42,15 +42,13 @@ class Frontend:
     """The whole engine: it takes GenerateRequests in its gateway and returns OutputChunks in
     RequestStreams.
 
-    `state` says whether it accepts requests. `ports` receive the core's outputs. With `codec` each
-    message between actors is encoded and decoded with msgpack.
+    `state` says whether it accepts requests. `ports` receive the core's outputs.
     """
 
     def __init__(
         self,
         resolved: Resolved,
         *,
-        codec: bool = False,
         on_death: Callable[[], None] = lambda: None,
     ) -> None:
         prepare_process(resolved.machine.threads)
@@ -65,10 +63,9 @@ class Frontend:
         self.loras = LoraRegistry(resolved.lora, slots_in_use=self.gateway.lora_slots)
         self.tokenize_service = TokenizeService()
         self._domains = MediaDomains.parse(resolved.server.allow_media_domains)
-        self._codec = codec
         self._on_death = on_death
         self._trace = Trace()
-        self._text: Channel[DetokenizerEvent] = Channel(codec=self._codec_of(DetokenizerEvent))
+        self._text: Channel[DetokenizerEvent] = Channel()
         self.ports = EngineCorePorts(self._text, self._on_report, self._trace)
         self._running: _Running | None = None
         self._heap = HeapTrimmer()
@@ -82,9 +79,7 @@ class Frontend:
         """Starts a core in this process and joins it. A server has a grammar worker."""
         executor, text = loaded.executor, loaded.text
         vocabulary = functools.partial(vocabulary_of, text.tokenizer, executor.spec.vocab_size)
-        core = LocalEngineCore(
-            executor, self.resolved, ports=self.ports, vocabulary=vocabulary, codec=self._codec
-        )
+        core = LocalEngineCore(executor, self.resolved, ports=self.ports, vocabulary=vocabulary)
         await self.join(core, text)
         if worker is not None:
             core.grammars.adopt(worker)
@@ -193,7 +188,6 @@ class Frontend:
                 max_requests=self.resolved.scheduler.max_queue,
                 max_chars=self.resolved.scheduler.max_prompt_queue,
             ),
-            codec=self._codec_of(TokenizerEvent),
             story=self._trace.story,
             media=media,
         )
@@ -202,9 +196,6 @@ class Frontend:
         supervisor = Supervisor(actors, requests=self, report=self._report)
         self._running = _Running(core, tokenizer.inbox, supervisor)
         return supervisor
-
-    def _codec_of(self, kind: object) -> Codec | None:
-        return Codec(kind) if self._codec else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from aserve.messages.output import OutputChunk
 from aserve.messages.requests import AdmitRequest, SamplingParams
 from aserve.text.load import TextSide
 from tests.fakes.executor import SPEC, FakeExecutor
+from tests.fakes.packed_channel import PackedEngine
 from tests.fakes.toy_device import expected_outputs
 from tests.text.vocabularies import byte_level_tokenizer
 
@@ -43,7 +44,7 @@ class Loader:
 
 
 def engine(loader: Loader | None = None, **options: Any) -> Engine:
-    return Engine(loader=loader or Loader(), codec=True, debug_checks=True, **options)
+    return PackedEngine(loader=loader or Loader(), debug_checks=True, **options)
 
 
 def expected(*, seed: int, max_tokens: int, child: int = 0, n: int = 1) -> list[int]:

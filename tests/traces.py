@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 
-from aserve.channel import Codec
 from aserve.errors import AserveError, StepError
 from aserve.messages.base import CancelReason
 from aserve.messages.changes import Amend, Amended
@@ -36,6 +35,7 @@ from aserve.observability.recording import Recorder
 from aserve.scheduling.check import describe
 from aserve.scheduling.request import child_seed
 from aserve.scheduling.scheduler import Scheduler
+from tests.fakes.packed_channel import Codec
 from tests.fakes.rank_devices import RankDevices
 from tests.fakes.toy_device import ToyMatchers
 from tests.fakes.toy_tiers import ToyTiers

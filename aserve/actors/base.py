@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Generic, ParamSpec, TypeAlias, TypeVar
 
-from aserve.channel import Channel, Codec
+from aserve.channel import Channel
 from aserve.errors import AserveError, BugError, ErrorInfo
 
 P = ParamSpec("P")
@@ -59,7 +59,6 @@ class Actor(Generic[T]):
         self,
         name: str,
         *,
-        codec: Codec | None = None,
         inbox: Channel[T] | None = None,
         story: Story | None = None,
     ) -> None:
@@ -68,7 +67,7 @@ class Actor(Generic[T]):
         """
         self.name = name
         self._story = story
-        self.inbox: Channel[T] = Channel(codec=codec) if inbox is None else inbox
+        self.inbox: Channel[T] = Channel() if inbox is None else inbox
         self._tasks: set[asyncio.Task[None]] = set()
         self._on_death: DeathReport | None = None
         self._num_beats = 0

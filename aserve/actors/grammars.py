@@ -14,7 +14,7 @@ from aserve.actors.admission import too_early
 from aserve.actors.base import Actor
 from aserve.actors.deadlines import deadlines_of
 from aserve.actors.masks import MaskEvent
-from aserve.channel import Channel, Codec, Sink
+from aserve.channel import Channel, Sink
 from aserve.errors import Cancelled, ErrorInfo
 from aserve.grammar.matching import Constraint
 from aserve.messages.changes import Amend, Amended, ChangeSettings
@@ -42,10 +42,8 @@ class GrammarActor(Actor[EngineEvent]):
     cancel never overtakes its request: the scheduler would ignore it.
     """
 
-    def __init__(
-        self, constrain: Constrain, ports: GrammarPorts, *, codec: Codec | None = None
-    ) -> None:
-        super().__init__("grammars", codec=codec)
+    def __init__(self, constrain: Constrain, ports: GrammarPorts) -> None:
+        super().__init__("grammars")
         self._constrain = constrain
         self._ports = ports
         self._waiting: dict[str, _Wait] = {}

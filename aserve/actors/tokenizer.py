@@ -14,7 +14,7 @@ from aserve.actors.admission import TokenizeQueue, prompt_size, too_early
 from aserve.actors.base import Actor, Story
 from aserve.actors.deadlines import Deadlines, deadlines_from_now, until_left
 from aserve.actors.fair_threads import FairThreads
-from aserve.channel import Channel, Codec, Sink
+from aserve.channel import Channel, Sink
 from aserve.errors import ErrorInfo
 from aserve.messages.changes import Amend, Amended
 from aserve.messages.output import DetokenizerEvent, Refused
@@ -44,11 +44,10 @@ class TokenizerActor(Actor[TokenizerEvent]):
         detokenizer: Channel[DetokenizerEvent],
         engine: Sink[EngineEvent],
         queue: TokenizeQueue | None = None,
-        codec: Codec | None = None,
         story: Story | None = None,
         media: MediaFetcher | None = None,
     ) -> None:
-        super().__init__("tokenizer", codec=codec, story=story)
+        super().__init__("tokenizer", story=story)
         self._encoder = encoder
         self._detokenizer = detokenizer
         self._engine = engine

@@ -11,7 +11,7 @@ import pytest
 
 from aserve.actors.grammars import GrammarActor, GrammarPorts
 from aserve.actors.masks import MaskEvent
-from aserve.channel import Channel, Codec
+from aserve.channel import Channel
 from aserve.errors import InvalidRequest
 from aserve.grammar.matching import Constraint
 from aserve.messages.base import pack_i32
@@ -19,6 +19,7 @@ from aserve.messages.executor import SchedulerEvent
 from aserve.messages.output import DetokenizerEvent, Refused
 from aserve.messages.requests import AdmitRequest, Cancel, EngineEvent, Grammar, SamplingParams
 from tests.actors.alone import alone, received
+from tests.fakes.packed_channel import PackedChannel
 
 GOOD = Grammar("regex", "a")
 
@@ -38,15 +39,16 @@ class Bench:
     """The actor before three inboxes that nobody else reads."""
 
     def __init__(self) -> None:
-        self.text: Channel[DetokenizerEvent] = Channel(codec=Codec(DetokenizerEvent))
-        self.scheduler: Channel[SchedulerEvent] = Channel(codec=Codec(SchedulerEvent))
+        self.text: Channel[DetokenizerEvent] = PackedChannel(DetokenizerEvent)
+        self.scheduler: Channel[SchedulerEvent] = PackedChannel(SchedulerEvent)
         self.masks: Channel[MaskEvent] = Channel()
         self.compiled = asyncio.Event()  # what every grammar waits for
         self.begun = asyncio.Event()
         self.num_waiting = 0
         self.acts: dict[str, Callable[[], None]] = {}  # by request
         ports = GrammarPorts(self.scheduler, self.masks, self.text)
-        self.actor = GrammarActor(self._constrain, ports, codec=Codec(EngineEvent))
+        self.actor = GrammarActor(self._constrain, ports)
+        self.actor.inbox = PackedChannel(EngineEvent)
 
     async def _constrain(self, asked: AdmitRequest) -> Constraint:
         self.acts.get(asked.request_id, lambda: None)()

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from aserve.actors.masks import MaskActor
-from aserve.channel import Channel, Codec
+from aserve.channel import Channel
 from aserve.errors import BugError, InvalidRequest
 from aserve.grammar.mask_budget import SLOW_S, MaskBudget, MaskLimits
 from aserve.grammar.matching import Constraint
@@ -22,6 +22,7 @@ from aserve.messages.output import Refused, Retired
 from aserve.messages.requests import FailRequest
 from aserve.messages.results import BuildMask, MaskReady
 from tests.actors.alone import alone
+from tests.fakes.packed_channel import PackedChannel
 
 
 class Cpu:
@@ -61,7 +62,7 @@ class GatedMatcher:
 
 class Bench:
     def __init__(self) -> None:
-        self.scheduler: Channel[SchedulerEvent] = Channel(codec=Codec(SchedulerEvent))
+        self.scheduler: Channel[SchedulerEvent] = PackedChannel(SchedulerEvent)
         self.cpu = Cpu()
         budget = MaskBudget(MaskLimits(2.0, 10.0), clock=lambda: 0.0)
         self.actor = MaskActor(scheduler=self.scheduler, budget=budget, clock=self.cpu)

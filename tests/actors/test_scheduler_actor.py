@@ -13,7 +13,7 @@ from aserve.actors import scheduler as scheduler_module
 from aserve.actors.masks import MaskActor
 from aserve.actors.replay import ReplayDiffers, replay
 from aserve.actors.scheduler import KvEvent, Pump, SchedulerActor, SchedulerPorts, SchedulerWatch
-from aserve.channel import Channel, Codec
+from aserve.channel import Channel
 from aserve.errors import BugError
 from aserve.grammar.matching import Constraint
 from aserve.messages.base import array_i32, pack_i32
@@ -32,6 +32,7 @@ from aserve.scheduling.scheduler import Scheduler
 from aserve.scheduling.state import SchedulerState
 from aserve.scheduling.tick import max_received
 from tests.fakes.executor import SPEC, FakeExecutor, FakeTicket
+from tests.fakes.packed_channel import PackedChannel
 from tests.fakes.toy_device import TOY, FakeDevice, ToyMatchers, expected_outputs
 
 
@@ -55,8 +56,8 @@ class Rig:
         transfers: Channel[KvEvent] | None = None,
     ) -> None:
         self.executor = executor or FakeExecutor()
-        self.events: Channel[SchedulerEvent] = Channel(codec=Codec(SchedulerEvent))
-        self.text: Channel[DetokenizerEvent] = Channel(codec=Codec(DetokenizerEvent))
+        self.events: Channel[SchedulerEvent] = PackedChannel(SchedulerEvent)
+        self.text: Channel[DetokenizerEvent] = PackedChannel(DetokenizerEvent)
         self.pump = Pump(results=self.events)
         self.turns = Turns()
         self.deaths: list[BaseException] = []
@@ -145,7 +146,7 @@ async def test_a_grammar_without_a_mask_worker_is_a_bug_not_a_hang() -> None:
 
 
 async def test_kv_that_another_engine_computed_is_asked_for_and_decoded_from() -> None:
-    transfers: Channel[KvEvent] = Channel(codec=Codec(KvEvent))
+    transfers: Channel[KvEvent] = PackedChannel(KvEvent)
     asked = msgspec.structs.replace(admit(), awaits_kv=True)
     async with Rig(transfers=transfers) as rig:
         rig.events.send(asked)

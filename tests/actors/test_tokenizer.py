@@ -10,7 +10,7 @@ import pytest
 
 from aserve.actors.admission import TokenizeQueue
 from aserve.actors.tokenizer import LONG_TEXT, NUM_THREADS, TokenizerActor
-from aserve.channel import Channel, Codec
+from aserve.channel import Channel
 from aserve.errors import ExpectedWait
 from aserve.messages.base import array_i32
 from aserve.messages.output import DetokenizerEvent, Refused
@@ -30,6 +30,7 @@ from aserve.messages.requests import (
 from aserve.text.lengths import PromptLimits
 from aserve.text.prompt import Prepared, PromptEncoder
 from tests.actors.alone import alone, received
+from tests.fakes.packed_channel import PackedChannel
 from tests.text.vocabularies import byte_level_tokenizer
 
 TOKENIZER = byte_level_tokenizer()
@@ -59,15 +60,15 @@ class Bench:
 
     def __init__(self, max_chars: int = 1 << 20) -> None:
         self.encoder = GatedEncoder()
-        self.text: Channel[DetokenizerEvent] = Channel(codec=Codec(DetokenizerEvent))
-        self.engine: Channel[EngineEvent] = Channel(codec=Codec(EngineEvent))
+        self.text: Channel[DetokenizerEvent] = PackedChannel(DetokenizerEvent)
+        self.engine: Channel[EngineEvent] = PackedChannel(EngineEvent)
         self.actor = TokenizerActor(
             self.encoder,
             detokenizer=self.text,
             engine=self.engine,
             queue=TokenizeQueue(max_requests=4, max_chars=max_chars),
-            codec=Codec(TokenizerEvent),
         )
+        self.actor.inbox = PackedChannel(TokenizerEvent)
 
     def send(
         self, request_id: str, prompt: Prompt, *, timeout_s: float | None = None, client: str = ""

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from aiohttp import ClientSession
 
 from aserve.config import Resolved
-from aserve.frontend import Frontend
 from aserve.load import load
 from aserve.server import connect_http
+from tests.fakes.packed_channel import PackedFrontend
 
 ADMIN_KEY = "root"
 ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
@@ -19,7 +19,7 @@ ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 
 @asynccontextmanager
 async def served(resolved: Resolved) -> AsyncIterator[ClientSession]:
-    frontend = Frontend(resolved, codec=True)
+    frontend = PackedFrontend(resolved)
     server = connect_http(frontend)
     address = await server.start()
     try:

@@ -14,6 +14,7 @@ from aserve.frontend import Frontend
 from aserve.http.server import HttpServer
 from aserve.http.state import HttpContext
 from aserve.messages.step import ScheduleBatch
+from tests.fakes.packed_channel import PackedFrontend
 from tests.parity.real_model import Disturbed, options
 
 pytestmark = pytest.mark.slow
@@ -46,7 +47,7 @@ class Stuck:
 async def served(loader: Disturbed) -> AsyncIterator[tuple[Frontend, ClientSession]]:
     """A frontend behind HTTP without a Server, which would end the process with the engine."""
     resolved = options(port=0, served_model_name="m")
-    frontend = Frontend(resolved, codec=True)
+    frontend = PackedFrontend(resolved)
     server = HttpServer(
         HttpContext(
             gateway=frontend.gateway,

@@ -11,9 +11,10 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from aserve.engine import Engine, GenerationError
+from aserve.engine import GenerationError
 from aserve.engine_core import LocalEngineCore
 from tests.e2e.server_process import ServerProcess
+from tests.fakes.packed_channel import PackedEngine
 from tests.grammar.languages import PERSON, conforms
 
 pytestmark = pytest.mark.slow
@@ -87,7 +88,7 @@ async def test_an_exploding_grammar_is_a_400_and_delays_no_other(
 def test_the_embedded_engine_takes_the_same_fields_and_leaves_no_worker() -> None:
     before = set(threading.enumerate())
     fields: dict[str, Any] = {"max_tokens": 60, "temperature": 1.0, "seed": 1, "n": 2}
-    with Engine(codec=True, debug_checks=True, grammar_workers=1) as engine:
+    with PackedEngine(debug_checks=True, grammar_workers=1) as engine:
         [answer] = engine.generate_sync(["It is: "], response_format=FORMAT, **fields)
         [pick] = engine.generate_sync(["It is: "], structured_outputs={"choice": ["a b"]}, **fields)
         with pytest.raises(GenerationError, match="parenthesis"):

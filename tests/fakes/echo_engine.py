@@ -21,7 +21,7 @@ from aserve.actors.base import Actor
 from aserve.actors.detokenizer import DetokenizerActor
 from aserve.actors.tokenizer import TokenizerActor
 from aserve.amendments import amended_admit
-from aserve.channel import Channel, Codec
+from aserve.channel import Channel
 from aserve.config import ServerOptions
 from aserve.errors import ErrorInfo, InvalidRequest
 from aserve.http.server import HttpServer
@@ -46,6 +46,7 @@ from aserve.text.lengths import PromptLimits
 from aserve.text.prompt import PromptEncoder
 from aserve.text.template import ChatTemplate
 from aserve.text.tokenizer import TextTokenizer
+from tests.fakes.packed_channel import PackedChannel
 from tests.text.vocabularies import byte_level_tokenizer
 
 MAX_MODEL_LEN = 512
@@ -129,7 +130,7 @@ class Sequence:
 
 class EchoScheduler(Actor[EngineEvent]):
     def __init__(self) -> None:
-        super().__init__("scheduler", codec=Codec(EngineEvent))
+        super().__init__("scheduler", inbox=PackedChannel(EngineEvent))
         self.detokenizer: Channel[DetokenizerEvent] = Channel()  # set when it is connected
         self.live: dict[tuple[str, int], Sequence] = {}
         self.admitted: list[AdmitRequest] = []
@@ -238,7 +239,7 @@ class EchoEngine:
             deliver=self._deliver,
             answer=lambda answer: self.gateway.amendments.receive(answer),
             engine=self.scheduler.inbox,
-            inbox=Channel(codec=Codec(DetokenizerEvent)),
+            inbox=PackedChannel(DetokenizerEvent),
         )
         self.scheduler.detokenizer = self.detokenizer.inbox
         self.encoder = PromptEncoder(
@@ -252,8 +253,8 @@ class EchoEngine:
             self.encoder,
             detokenizer=self.detokenizer.inbox,
             engine=self.scheduler.inbox,
-            codec=Codec(TokenizerEvent),
         )
+        self.tokenizer_actor.inbox = PackedChannel(TokenizerEvent)
         inbox = self.tokenizer_actor.inbox
         server_options = ServerOptions(**{"port": 0, **options})
         self.gateway = Gateway(

@@ -7,7 +7,6 @@ import asyncio
 import pytest
 import torch
 
-from aserve.channel import Codec
 from aserve.errors import ErrorInfo
 from aserve.gpu.build import BuildOptions, build_executor
 from aserve.gpu.decode.autoregressive import Autoregressive
@@ -25,6 +24,7 @@ from aserve.messages.step import DraftTree, Launch, Resync, RowInit, Sample, Sch
 from aserve.tiny import MODEL_DIR
 from tests.fakes.drafters import StumblingTree, speculative
 from tests.fakes.hash_model import VOCAB, HashModel
+from tests.fakes.packed_channel import Codec
 from tests.gpu.batch_builder import BatchBuilder, greedy, running
 from tests.gpu.drive import make_executor, request, serve
 from tests.gpu.plain_engine import plain_outputs

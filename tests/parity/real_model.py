@@ -23,6 +23,7 @@ from aserve.messages.step import ScheduleBatch
 from aserve.text.load import load_tokenizer
 from aserve.tiny import MODEL_DIR
 from tests.engine_device import engine_device
+from tests.fakes.packed_channel import PackedEngine
 
 NUM_TOKENS = 32
 STORY = (
@@ -75,7 +76,7 @@ def options(**changed: Any) -> Resolved:
 
 def engine(loader: Callable[[Resolved], Loaded] = load, **changed: Any) -> Engine:
     """Every message passes msgpack, and every invariant is checked in every step."""
-    return Engine(options(**changed), loader=loader, codec=True)
+    return PackedEngine(options(**changed), loader=loader)
 
 
 async def tokens_of(running: Engine, ask: Ask) -> Tokens:

@@ -15,7 +15,6 @@ from aiohttp import ClientSession
 
 from aserve.cli import main
 from aserve.config import Facts, Raw, resolve
-from aserve.frontend import Frontend
 from aserve.http.answer_schemas import ANSWERS, described
 from aserve.load import load
 from aserve.receipts.record import Receipt, read_receipt
@@ -30,6 +29,7 @@ from aserve.receipts.verify import (
 from aserve.server import connect_http
 from aserve.tiny import MODEL_DIR
 from tests.fakes.lora_adapters import Recipe, write_adapter
+from tests.fakes.packed_channel import PackedFrontend
 from tests.parity.real_model import options
 
 HELLO = [{"role": "user", "content": "Tell me of a fox."}]
@@ -67,7 +67,7 @@ async def receipt_of(client: ClientSession, ask: dict[str, Any]) -> Receipt:
 
 async def all_receipts(adapter: Path) -> dict[str, Receipt]:
     resolved = options(port=0, lora_modules=f"adapter={adapter}", grammar_workers=1)
-    frontend = Frontend(resolved, codec=True)
+    frontend = PackedFrontend(resolved)
     server = connect_http(frontend)
     address = await server.start()
     try:
