@@ -6,6 +6,7 @@ the answer registers a StartedAnswer for this, and the border middleware calls i
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from aserve.errors import AserveError, ErrorInfo
+from aserve.errors import AserveError, BugError, ErrorInfo
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,12 @@ def refused(status: int, message: str) -> RequestFailed:
 
 def info_of(error: AserveError | RequestFailed) -> ErrorInfo:
     return error.info if isinstance(error, RequestFailed) else error.info()
+
+
+def logged_bug(request: web.Request, request_id: str) -> ErrorInfo:
+    """Logs the exception that is being handled. The error that it returns shows only the id."""
+    logger.exception("request failed request=%s path=%s", request_id, request.path)
+    return BugError(f"internal error; the request id is {request_id}").info()
 
 
 def http_error_info(error: web.HTTPException, *, where: str) -> ErrorInfo:

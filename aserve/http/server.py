@@ -16,7 +16,7 @@ import uuid
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
-from aserve.errors import AserveError, BugError, ConfigError, ErrorInfo
+from aserve.errors import AserveError, ConfigError, ErrorInfo
 from aserve.http.abort import ABORTS, Aborts
 from aserve.http.access_log import log_access
 from aserve.http.auth import IDENTITY, Access, read_keys
@@ -36,6 +36,7 @@ from aserve.http.errors import (
     error_response,
     http_error_info,
     info_of,
+    logged_bug,
 )
 from aserve.http.forwarding import forwarded
 from aserve.http.hosts import HOSTS, AllowedHosts
@@ -155,9 +156,7 @@ def border(context: HttpContext) -> Middleware:
             logger.debug("client gone request=%s", request[REQUEST_ID])
             return web.Response(status=499)
         except Exception:
-            logger.exception("request failed request=%s path=%s", request[REQUEST_ID], request.path)
-            bug = BugError(f"internal error; the request id is {request[REQUEST_ID]}")
-            return await answer_error(request, bug.info())
+            return await answer_error(request, logged_bug(request, request[REQUEST_ID]))
         finally:
             # WHY: it refers back to the request, and the collector seldom looks for such cycles.
             request.pop(STARTED, None)

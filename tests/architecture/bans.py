@@ -16,6 +16,7 @@ TASK_HOMES = (
 )
 BROAD_EXCEPT_HOMES = (
     *("aserve/actors/base.py", "aserve/http/server.py", "aserve/http/streams/resumable.py"),
+    "aserve/http/responses/websocket.py",  # each of its messages is a request
     # a failing step is a value, whatever it raised; a graph that fails is not captured
     *("aserve/gpu/step_threads.py", "aserve/gpu/cudagraph/graphs.py"),
     "aserve/tiers/page_files.py",  # each store behind fsspec has exceptions of its own

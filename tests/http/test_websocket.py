@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from openai.types.responses import ResponsesServerEvent
 
 from aserve.errors import ShuttingDown
+from aserve.http.responses import websocket
 from aserve.http.responses.body import ResponseBody
-from aserve.http.responses.event_maker import EventMaker
 from aserve.http.responses.websocket import MAX_OPEN
 from tests.fakes.echo_engine import EchoEngine
+from tests.http.asking import ask as http_ask
 from tests.http.asking import opened_requests, prompts
 
 CLIENT_EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponsesServerEvent)
@@ -365,18 +366,27 @@ async def test_a_draining_server_finishes_running_responses_refuses_waiting_ones
     assert await close_code(socket) == WSCloseCode.GOING_AWAY
 
 
-async def test_a_bug_is_an_opaque_error_and_closes_the_websocket(
-    socket: Socket, monkeypatch: pytest.MonkeyPatch
+async def test_a_bug_ends_its_own_response_and_no_other_of_the_websocket(
+    echo: EchoEngine, socket: Socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("secret")
 
-    monkeypatch.setattr(EventMaker, "add", fail)
-    await socket.send_json(CREATE)
-    error = await event_of(socket)
-    assert (error["type"], error["status"]) == ("error", 500)
-    assert "secret" not in error["error"]["message"]
-    assert await close_code(socket) == WSCloseCode.INTERNAL_ERROR
+    echo.scheduler.is_paused = True
+    await socket.send_json(CREATE | {"stream_id": "other"})
+    await num_admitted(echo, 1)
+    with monkeypatch.context() as broken:
+        broken.setattr(websocket, "response_call", fail)
+        broken.setattr(websocket, "change_of", fail)
+        for message in (CREATE, {"type": "response.amend", "response_id": "x"}):
+            await socket.send_json(message | {"stream_id": "bug"})
+            error = await event_of(socket)
+            assert (error["type"], error["status"], error["stream_id"]) == ("error", 500, "bug")
+            assert (error["error"]["code"], "secret" in str(error)) == ("bug", False)
+    echo.scheduler.is_paused = False
+    echo.scheduler.resume()
+    assert text_of((await answer_of(socket))[-1]) == "u:hello 한;"
+    assert text_of(await ask(socket, stream_id="bug")) == "u:hello 한;"
 
 
 @pytest.mark.slow
@@ -463,3 +473,18 @@ async def test_a_running_response_is_changed_and_forked(echo: EchoEngine, socket
     assert sorted(texts) == ["u:oae two ", "u:one two "], "the echo goes on from its place"
     await socket.send_json({"type": "response.fork", "token": 1} | about)
     assert (await answer_of(socket))[-1]["error"]["code"] == "request_not_found"
+
+
+async def test_a_fork_of_a_call_with_several_prompts_is_refused(
+    echo: EchoEngine, socket: Socket
+) -> None:
+    echo.scheduler.is_paused = True
+    body = {"prompt": ["a", "b"], "rid": "mine"}
+    call = asyncio.ensure_future(http_ask(echo, "/v1/completions", body))
+    await num_admitted(echo, 2)
+    await socket.send_json({"type": "response.fork", "response_id": "mine", "token": 0})
+    error = await event_of(socket)
+    assert (error["status"], error["error"]["code"]) == (409, "version_conflict")
+    echo.scheduler.is_paused = False
+    echo.scheduler.resume()
+    assert (await call).status == 200

@@ -18,10 +18,10 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
@@ -39,6 +39,7 @@ from aserve.http.errors import (
     StartedAnswer,
     error_fields,
     info_of,
+    logged_bug,
     refused,
 )
 from aserve.http.fork import ForkBody, beginning_of, forked_body
@@ -55,7 +56,7 @@ from aserve.http.responses.live import RESPONSES, Responses
 from aserve.http.responses.store import ResponseKey, StoredResponse
 from aserve.http.route import get
 from aserve.http.running import AmendBody, RunningRequest, amend_request, change_of, found_ids
-from aserve.http.state import HttpContext, origin_of
+from aserve.http.state import REQUEST_ID, HttpContext, origin_of
 from aserve.http.streams.event_log import data_of
 from aserve.http.streams.handlers import StreamQuery, key_of
 from aserve.http.streams.resumable import STREAMS, StreamKey
@@ -138,6 +139,9 @@ class SocketRequest(NamedTuple):
         return self.envelope.stream_id
 
 
+RequestWork: TypeAlias = Callable[[SocketRequest], Coroutine[Any, Any, None]]
+
+
 class ResponseSocket:
     """One client's connection, from the upgrade to the close."""
 
@@ -199,7 +203,7 @@ class ResponseSocket:
                 continue
             self._num_open += 1
             if request.envelope.type == "response.amend":
-                self._spawn(self._amend(request), group, tasks)
+                self._spawn(self._attempt(self._amend, request), group, tasks)
                 continue
             self._waiting_bytes += len(request.data)
             stream = self._streams.get(request.stream_id)
@@ -217,16 +221,25 @@ class ResponseSocket:
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
-    async def _amend(self, request: SocketRequest) -> None:
-        """Changes a running response of this client, also of another socket."""
+    async def _attempt(self, work: RequestWork, request: SocketRequest) -> None:
+        """Answers one request, with an error if that raises. Only a lost client ends the others."""
         try:
-            body = parse_body(request.data, AmendEvent)
-            change = change_of(body, self._request, self._context)
-            state = await amend_request(self._request, self._context, body.response_id, change)
-            await self._send(pieces_of(AmendedEvent(request=state)), request.stream_id)
+            await work(request)
         except (AserveError, RequestFailed) as error:
             await self._send_error(info_of(error), request.stream_id)
+        except ConnectionError:
+            raise
+        except Exception:
+            bug = logged_bug(self._request, self._request[REQUEST_ID])
+            await self._send_error(bug, request.stream_id)
         self._num_open -= 1
+
+    async def _amend(self, request: SocketRequest) -> None:
+        """Changes a running response of this client, also of another socket."""
+        body = parse_body(request.data, AmendEvent)
+        change = change_of(body, self._request, self._context)
+        state = await amend_request(self._request, self._context, body.response_id, change)
+        await self._send(pieces_of(AmendedEvent(request=state)), request.stream_id)
 
     def _has_room(self, request: SocketRequest) -> bool:
         size = self._waiting_bytes + len(request.data)
@@ -244,11 +257,7 @@ class ResponseSocket:
         while stream:
             request = stream.popleft()
             self._waiting_bytes -= len(request.data)
-            try:
-                await self._answer(request)
-            except (AserveError, RequestFailed) as error:
-                await self._send_error(info_of(error), stream_id)
-            self._num_open -= 1
+            await self._attempt(self._answer, request)
         del self._streams[stream_id]
         if self._context.state.phase == "draining" and not self._streams:
             await self.go_away()
@@ -289,11 +298,11 @@ class ResponseSocket:
             work = functools.partial(body_of, request)
             return await self._intake.off_loop(work, size=len(request.data)), origin
         changes = parse_body(request.data, ForkEvent)
-        [request_id] = found_ids(self._request, changes.response_id)
+        request_ids = found_ids(self._request, changes.response_id)
         body = self._bodies.get(changes.response_id)
-        if body is None:
+        if body is None or len(request_ids) > 1:
             raise refused(409, "Only a response that runs on this websocket can be forked here.")
-        original = self._context.gateway.requests[request_id]
+        original = self._context.gateway.requests[request_ids[0]]
         beginning = await beginning_of(changes, original, self._context)
         return forked_body(body, changes, original), begin_with(beginning, origin)
 
