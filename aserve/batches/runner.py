@@ -12,6 +12,8 @@ A batch is `validating` until its file is checked, `in_progress` while its lines
 from __future__ import annotations
 
 import asyncio
+import logging
+import sqlite3
 import time
 import uuid
 from collections import deque
@@ -30,9 +32,12 @@ from aserve.batches.records import (
     LineResult,
 )
 from aserve.batches.store import Owned, Store
-from aserve.errors import ErrorInfo
+from aserve.errors import EngineDead, ErrorInfo
 
 FREE_ROWS = 4  # one in so many rows stays free for other requests
+END_AGAIN_S = 10.0  # before a batch whose files could not be written is ended again
+
+logger = logging.getLogger(__name__)
 
 
 class Turns:
@@ -83,6 +88,18 @@ class BatchRunner(Actor[Owned]):
         self._store = store
         self._turns = Turns(work)
         self._runs: dict[str, _BatchRun] = {}
+        self._is_dead = False
+
+    def report_death(self, name: str, error: BaseException) -> None:
+        """WHY: a death does not end the engine, as those of other actors do. The batch that may
+        have caused it is still open after a restart, and would end each engine.
+        """
+        self._is_dead = True
+        logger.critical("batches died cause=%r", error)
+
+    def check_alive(self) -> None:
+        if self._is_dead:
+            raise EngineDead("batches have failed and are not taken; the server's log says why")
 
     async def run(self) -> None:
         """Goes on with the batches that were open when the server ended, and takes new ones."""
@@ -104,7 +121,7 @@ class BatchRunner(Actor[Owned]):
     def open_batch(self, batch_id: str, owner: str) -> BatchObject | None:
         """Returns an open batch as it is now. The store has its last status, but not its counts."""
         run = self._runs.get(batch_id)
-        return run.batch if run is not None and run.owner == owner else None
+        return run.shown() if run is not None and run.owner == owner else None
 
     async def cancel(self, batch_id: str, owner: str) -> BatchObject | None:
         """Begins to cancel an open batch, and returns it, or None if it is not open."""
@@ -112,15 +129,23 @@ class BatchRunner(Actor[Owned]):
         if run is None or run.owner != owner:
             return None
         await run.cancel()
-        return run.batch
+        return run.shown()
 
     async def _run(self, run: _BatchRun) -> None:
         await run.run()
         await self._end(run)
 
     async def _end(self, run: _BatchRun) -> None:
-        await self._store.call(self._store.end_batch, run.batch, run.owner, now())
-        del self._runs[run.batch.id]
+        """Ends a batch in the store. A disk that is full may have room later."""
+        while True:
+            try:
+                await self._store.call(self._store.end_batch, run.batch, run.owner, now())
+            except (OSError, sqlite3.Error) as error:
+                logger.warning("batch=%s cannot be ended yet error=%r", run.batch.id, error)
+                await asyncio.sleep(END_AGAIN_S)
+            else:
+                del self._runs[run.batch.id]
+                return
 
 
 class OwnerCancelled(Exception):
@@ -155,8 +180,14 @@ class _BatchRun:
 
     async def cancel(self) -> None:
         if self.batch.status in ("validating", "in_progress"):
-            await self._enter("cancelling")
             self._is_cancelled.set()
+            await self._enter("cancelling")
+
+    def shown(self) -> BatchObject:
+        """Returns the batch, which has not ended for clients before its files are written."""
+        if self.batch.is_open:
+            return self.batch
+        return msgspec.structs.replace(self.batch, status="finalizing")
 
     async def _enter(self, status: BatchStatus) -> None:
         self.batch.enter(status, now())

@@ -13,6 +13,7 @@ import sqlite3
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -210,17 +211,22 @@ class Store:
 
     def end_batch(self, batch: BatchObject, owner: str, now: int) -> None:
         """Writes the files of a batch that has no more lines to answer, and ends it. Everything
-        happens or nothing: the results stay until the files are there.
+        happens or nothing: the results stay until the files are there, and `batch` as it is.
         """
-        with self._base:
-            self._base.execute("BEGIN")
-            batch.output_file_id = self._write_results(batch.id, owner, now, is_ok=True)
-            batch.error_file_id = self._write_results(batch.id, owner, now, is_ok=False)
-            batch.enter(ENDS[batch.status], now)
-            self.save_batch(batch)
-            self._base.execute("DELETE FROM results WHERE batch = ?", (batch.id,))
+        ended = msgspec.structs.replace(batch)
+        with ExitStack() as undo:
+            with self._base:
+                self._base.execute("BEGIN")
+                ended.output_file_id = self._write_results(batch.id, owner, now, undo, is_ok=True)
+                ended.error_file_id = self._write_results(batch.id, owner, now, undo, is_ok=False)
+                ended.enter(ENDS[batch.status], now)
+                self.save_batch(ended)
+                self._base.execute("DELETE FROM results WHERE batch = ?", (batch.id,))
+            undo.pop_all()
 
-    def _write_results(self, batch_id: str, owner: str, now: int, *, is_ok: bool) -> str | None:
+    def _write_results(
+        self, batch_id: str, owner: str, now: int, undo: ExitStack, *, is_ok: bool
+    ) -> str | None:
         """Writes the results of one kind in the order of their lines. Returns the file's id, or
         None if there are none.
         """
@@ -237,6 +243,7 @@ class Store:
             filename=f"{batch_id}_{kind}.jsonl",
             purpose="batch_output",
         )
+        undo.callback(self.discard, record.id)
         with self.path_of(record.id).open("wb") as content:
             content.writelines(data + b"\n" for (data,) in itertools.chain((first,), results))
         return self.add_file(record, owner).id

@@ -51,7 +51,7 @@ def set_up(app: web.Application, context: HttpContext) -> None:
     app[STORE], app[RUNNER] = store, runner
 
     async def start(_: web.Application) -> None:
-        runner.start(lambda name, error: None)
+        runner.start(runner.report_death)
 
     async def stop(_: web.Application) -> None:
         await runner.stop()
@@ -207,6 +207,7 @@ async def delete_file(request: web.Request, context: HttpContext) -> web.Respons
 
 async def create_batch(request: web.Request, context: HttpContext, body: BatchBody) -> web.Response:
     store, caller = _store(request), caller_for(request, context)
+    request.app[RUNNER].check_alive()
     _check_choice(body.endpoint, ENDPOINTS, param="endpoint")
     _check_choice(body.completion_window, WINDOWS, param="completion_window")
     check_metadata(body.metadata or {})

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import itertools
 import json
+import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,9 @@ import openai
 import pytest
 from openai.types import Batch
 
+from aserve.batches import runner
+from aserve.batches.records import FileObject
+from aserve.batches.store import Store
 from aserve.errors import QueueFull
 from aserve.http import state
 from aserve.http.batches import handlers, lines
@@ -208,6 +215,60 @@ async def test_a_failure_of_ours_fails_the_batch_alone(
         assert batch.errors is not None
         assert "broken" not in str(batch.errors)
         assert (await ended(echo.client, await create(echo.client, prompts(2)))).output_file_id
+
+
+@pytest.mark.parametrize("is_failed", [False, True])
+async def test_a_batch_ends_once_the_disk_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_failed: bool
+) -> None:
+    """What a failed try has written does not stay, and nobody sees an end without its files."""
+    tries = [asyncio.Event() for _ in range(3)]
+    add_file, loop, num_tries = Store.add_file, asyncio.get_running_loop(), itertools.count()
+
+    def full(store: Store, record: FileObject, owner: str) -> FileObject:
+        if record.purpose == "batch":
+            return add_file(store, record, owner)
+        loop.call_soon_threadsafe(tries[min(next(num_tries), 2)].set)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(runner, "END_AGAIN_S", 0.01)
+    async with EchoEngine(files_dir=str(tmp_path)) as echo:
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "add_file", full)
+            if is_failed:
+                patch.setattr(Store, "add_result", fail_after_first(Store.add_result))
+            batch = await create(echo.client, prompts(2))
+            async with asyncio.timeout(10):
+                await tries[2].wait()
+            shown = await echo.client.batches.retrieve(batch.id)
+            assert (shown.status, shown.output_file_id) == ("finalizing", None)
+        batch = await ended(echo.client, batch)
+        assert batch.status == ("failed" if is_failed else "completed")
+        assert len(await results(echo.client, batch.output_file_id)) == 2 - is_failed
+        contents = {path.name for path in (tmp_path / "contents").iterdir()}
+        assert contents == {batch.input_file_id, batch.output_file_id}
+
+
+def fail_after_first(add: Callable[..., None]) -> Callable[..., None]:
+    def add_or_fail(store: Store, batch_id: str, line: int, *result: Any) -> None:
+        if line:
+            raise sqlite3.OperationalError("database or disk is full")
+        add(store, batch_id, line, *result)
+
+    return add_or_fail
+
+
+async def test_a_dead_runner_takes_no_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(Store, "open_batches", broken)
+    async with EchoEngine(files_dir=str(tmp_path)) as echo:
+        with pytest.raises(openai.InternalServerError, match="batches have failed"):
+            await create(echo.client, prompts(1))
+    assert any(each.levelname == "CRITICAL" for each in caplog.records)
 
 
 @pytest.mark.parametrize(
