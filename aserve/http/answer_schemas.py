@@ -39,7 +39,7 @@ from aserve.http.responses.records import (
     ResponseObject,
 )
 from aserve.http.running import RunningList, RunningRequest
-from aserve.http.scoring.classification import ClassifyAnswer, PoolingAnswer
+from aserve.http.scoring.classification import ClassifyAnswer, PooledData, PoolingAnswer
 from aserve.http.scoring.similarity import RerankAnswer
 
 Record = type[msgspec.Struct]
@@ -106,6 +106,7 @@ FIELDS: Mapping[tuple[Record, str], Any] = {
     (CompletionChoice, "logprobs"): Logprobs | None,
     (CompletionChoice, "prompt_logprobs"): SCORES,
     (EmbeddingAnswer, "data"): list[Embedding],
+    (PoolingAnswer, "data"): list[PooledData],
     (ItemList, "data"): list[dict[str, Any]],  # messages of both kinds have the same tag
     (CompactedResponse, "output"): list[dict[str, Any]],
 }

@@ -146,7 +146,7 @@ async def answer(
             error = _error_of(chunk, rendering)
             if error is not None:
                 raise RequestFailed(error)
-            for index in _receivers(chunk, rendering.call):
+            for index in _receivers(chunk, rendering.call, outputs):
                 outputs[index].add(chunk)
         pieces = rendering.whole(outputs)
         return await send_json(request, pieces, timeout_s=context.options.write_timeout)
@@ -202,15 +202,20 @@ def _events(
 ) -> Iterator[bytes]:
     for chunk in chunks:
         if _error_of(chunk, rendering) is None:
-            for index in _receivers(chunk, rendering.call):
+            for index in _receivers(chunk, rendering.call, outputs):
                 outputs[index].add(chunk)
                 yield from rendering.events(index, chunk, outputs[index])
 
 
-def _receivers(chunk: OutputChunk, call: Call) -> range:
-    """Returns the sequences that a chunk is about: an error ends all sequences of its request."""
+def _receivers(chunk: OutputChunk, call: Call, outputs: list[Output]) -> list[int]:
+    """Returns the sequences that a chunk is about: an error ends all sequences of its request that
+    have not ended before.
+    """
     index = call.index_of(chunk)
-    return range(index, index + (1 if chunk.error is None else call.num_children))
+    if chunk.error is None:
+        return [index]
+    children = range(index, index + call.num_children)
+    return [each for each in children if outputs[each].finish_reason is None]
 
 
 def _error_of(chunk: OutputChunk, rendering: Rendering) -> ErrorInfo | None:

@@ -66,6 +66,21 @@ async def test_a_batch_and_its_children_end_together(paused: EchoEngine) -> None
     assert reasons == ["abort"] * 4
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_sequence_that_has_ended_is_not_aborted(
+    paused: EchoEngine, *, is_streamed: bool
+) -> None:
+    body = {"text": "one", "rid": "x", "sampling_params": {"n": 2, "stop": ["n"]}}
+    task = await started(paused, body | {"stream": is_streamed})
+    paused.scheduler.step()
+    await paused.until(lambda: len(paused.scheduler.live) == 1)
+    assert await aborted(paused, {"rid": "x"}) == 1
+    parts = (await task).chunks if is_streamed else (await task).json
+    ends = [(part.get("index"), part["meta_info"]["finish_reason"]) for part in parts]
+    reasons = [reason["type"] for _, reason in ends if reason is not None]
+    assert reasons == (["stop", "abort"] if is_streamed else ["abort", "stop"]), ends
+
+
 async def test_any_endpoints_request_ends_by_its_own_request_id(paused: EchoEngine) -> None:
     task = await started(paused, {"prompt": "abc"}, path="/v1/completions")
     call_id = next(iter(paused.scheduler.live))[0].rpartition("-")[0]

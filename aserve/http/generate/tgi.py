@@ -228,6 +228,7 @@ class TgiRendering:
                 yield frame(msgspec.json.encode(self._held))
             self._num_events += 1
             self._held = StreamEvent(self._num_events, self._token(entry), self._top(entry))
+        output.logprobs.clear()  # a stream has no use for them any more
         if output.finish_reason is not None:
             self._held.generated_text = self._start + output.text
             self._held.details = StreamDetails(

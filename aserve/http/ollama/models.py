@@ -11,7 +11,8 @@ import msgspec
 from aiohttp import web
 
 from aserve.http.control.info import read_version
-from aserve.http.delivery import json_response
+from aserve.http.delivery import json_response, send_json
+from aserve.http.long_json import JsonEach, pieces_of
 from aserve.http.ollama.body import LATEST, check_keep_alive, plain_name
 from aserve.http.ollama.chat import NANOSECONDS, ollama_error
 from aserve.http.openai.checks import check_model
@@ -98,15 +99,14 @@ async def embeddings(
     )
     chunks = await embed(context, embedding, origin_of(request, context))
     vectors = [shorten(array_f32(chunk.embedding), body.dimensions) for chunk in chunks]
-    return json_response(
-        {
-            "model": embedding.model or context.model_names[0],
-            "embeddings": [vector.tolist() for vector in vectors],
-            "total_duration": int((time.monotonic() - start_s) * NANOSECONDS),
-            "load_duration": 0,
-            "prompt_eval_count": sum(chunk.usage.prompt_tokens for chunk in chunks),
-        }
-    )
+    answer = {
+        "model": embedding.model or context.model_names[0],
+        "embeddings": JsonEach(lambda: (vector.tolist() for vector in vectors)),
+        "total_duration": int((time.monotonic() - start_s) * NANOSECONDS),
+        "load_duration": 0,
+        "prompt_eval_count": sum(chunk.usage.prompt_tokens for chunk in chunks),
+    }
+    return await send_json(request, pieces_of(answer), timeout_s=context.options.write_timeout)
 
 
 def _models(context: HttpContext) -> Iterator[dict[str, Any]]:

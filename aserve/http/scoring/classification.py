@@ -19,7 +19,8 @@ import numpy as np
 from aiohttp import web
 
 from aserve.errors import InvalidRequest
-from aserve.http.delivery import json_response
+from aserve.http.delivery import json_response, send_json
+from aserve.http.long_json import JsonEach, pieces_of
 from aserve.http.openai.embeddings import EmbeddingUsage, embedding_requests, pool, prompted
 from aserve.http.openai.json_values import encode_json
 from aserve.http.openai.schema import EmbeddingBody, Side, TextsOrIds
@@ -60,14 +61,6 @@ class PoolingBody(msgspec.Struct, kw_only=True):
         )
 
 
-NO_LABELS = InvalidRequest(
-    "This model has no labels, so it cannot classify. POST /v1/embeddings returns embeddings; a "
-    "model that classifies has an architecture such as BertForSequenceClassification.",
-    param="model",
-    code="model_does_not_classify",
-)
-
-
 class LabelProbabilities(msgspec.Struct):
     index: int
     label: str
@@ -94,7 +87,7 @@ class PoolingAnswer(msgspec.Struct):
     id: str
     created: int
     model: str
-    data: list[PooledData]
+    data: JsonEach
     usage: EmbeddingUsage
     object: str = "list"
 
@@ -105,7 +98,13 @@ async def classify(
     origin, given = origin_of(request, context), body.embedding()
     if context.state.task != "classify":
         embedding_requests(given, origin)  # what is wrong in the body comes first
-        raise NO_LABELS
+        raise InvalidRequest(
+            "This model has no labels, so it cannot classify. POST /v1/embeddings returns "
+            "embeddings; a model that classifies has an architecture such as "
+            "BertForSequenceClassification.",
+            param="model",
+            code="model_does_not_classify",
+        )
     chunks = await pool(context, prompted(given, context), origin)
     data = [
         LabelProbabilities(
@@ -131,15 +130,17 @@ async def pooling(
     else:
         vectors = [array_f32(chunk.embedding) for chunk in chunks]
     is_packed = body.encoding_format == "base64"
-    data = [
-        PooledData(index, _as_base64(vector) if is_packed else vector.tolist())
-        for index, vector in enumerate(vectors)
-    ]
+    data = JsonEach(
+        lambda: (
+            PooledData(index, _as_base64(vector) if is_packed else vector.tolist())
+            for index, vector in enumerate(vectors)
+        )
+    )
     model = body.model or context.model_names[0]
     answer = PoolingAnswer(
         f"pool-{origin.request_id}", origin.created, model, data, usage_of(chunks)
     )
-    return json_response(answer)
+    return await send_json(request, pieces_of(answer), timeout_s=context.options.write_timeout)
 
 
 async def score_pairs(

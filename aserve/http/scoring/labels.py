@@ -7,6 +7,7 @@ its rank is.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
@@ -80,7 +81,8 @@ async def score_labels(
 
     def written(scores: list[list[float]], usage: EmbeddingUsage) -> bytes:
         if body.apply_softmax:
-            scores = [[value / math.fsum(row) for value in row] for row in scores]
+            sums = [max(math.fsum(row), sys.float_info.min) for row in scores]
+            scores = [[value / sums[i] for value in row] for i, row in enumerate(scores)]
         return msgspec.json.encode(LabelScores(scores, call.model, usage))
 
     rendering = LabelRendering(call, len(labels), written, param="items")
@@ -105,15 +107,22 @@ def _prompts(
     for item in items:
         first, last = (item, body.query) if body.item_first else (body.query, item)
         if isinstance(first, str) and isinstance(last, str):
-            prompts.append(list(encoder.encode(TextPrompt(first + last))))
+            prompt = list(encoder.encode(TextPrompt(first + last)))
         elif isinstance(first, list) and isinstance(last, list):
-            prompts.append(first + last)
+            prompt = first + last
         else:
             raise InvalidRequest(
                 "Invalid 'items': 'query' and 'items' are either texts or lists of token ids.",
                 param="items",
                 code="invalid_type",
             )
+        if not prompt:
+            raise InvalidRequest(
+                "Invalid 'items': an item and the query are empty, so nothing predicts the labels.",
+                param="items",
+                code="empty_prompt",
+            )
+        prompts.append(prompt)
     return prompts
 
 

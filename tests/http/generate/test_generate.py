@@ -11,13 +11,15 @@ import msgspec
 import pytest
 
 from aserve.errors import StepError
-from aserve.http.generate.body import GenerateBody, SglangSampling
+from aserve.http.generate.body import GenerateBody, SglangSampling, TgiBody, TgiParameters
 from aserve.http.generate.sglang import sglang_rendering
+from aserve.http.generate.tgi import TgiRendering, tgi_call
 from aserve.http.openai.call import Origin
 from aserve.http.rendering import Output
 from aserve.messages.base import pack_i32
 from aserve.messages.output import OutputChunk, Usage
 from aserve.messages.requests import Grammar
+from aserve.messages.scored import TokenLogprob
 from tests.fakes.echo_engine import EchoEngine
 from tests.http.asking import Answer, ask, prompts, told
 
@@ -178,6 +180,20 @@ async def test_every_cut_of_a_stream_says_what_the_whole_answer_says(
             streamed = body | ({} if api == "tgi" else {"stream": True})
             events = events_of(await ask(echo, stream_path, streamed))
             assert without_times(joined(api, events)) == whole, cuts
+
+
+def test_a_stream_of_tgi_keeps_no_scores_that_it_has_sent() -> None:
+    """No limit of an answer's size counts them, because they are not in one answer."""
+    parameters = TgiParameters(top_n_tokens=2)
+    body = TgiBody(inputs="x", parameters=parameters)
+    call = tgi_call(body, parameters, Origin("id", 0, ("echo",)), is_streaming=True)
+    rendering, output = TgiRendering(call, body.inputs, parameters), Output()
+    for text in "abc":
+        entry = TokenLogprob(5, text, text.encode(), -1.0)
+        chunk = OutputChunk("id-0", 0, text, pack_i32([5]), Usage(1, 1), logprobs=(entry,))
+        output.add(chunk)
+        [*rendering.events(0, chunk, output)]
+    assert (output.text, output.logprobs) == ("abc", [])
 
 
 def test_the_bytes_of_a_cumulative_stream_grow_linearly_with_the_text() -> None:

@@ -1,0 +1,40 @@
+"""Scores, labels and vectors of the pooling endpoints: what is refused, and what stays behind."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+
+from aserve.http import long_json
+from aserve.http.scoring.classification import PoolingBody
+from tests.fakes.echo_engine import EchoEngine
+from tests.http.asking import ask
+
+
+@pytest.mark.parametrize("empty", [{"query": "", "items": [""]}, {"query": [], "items": [[]]}])
+async def test_a_label_needs_a_prompt(echo: EchoEngine, empty: dict[str, Any]) -> None:
+    """Nothing predicts the first token, and a softmax of no probabilities divides by 0."""
+    labels = {"label_token_ids": [5, 6], "apply_softmax": True}
+    answer = await ask(echo, "/v1/score", empty | labels)
+    assert (answer.status, answer.error["param"]) == (400, "items"), answer.text
+
+
+async def test_nothing_of_a_refused_request_stays(echo: EchoEngine) -> None:
+    for _ in range(3):
+        answer = await ask(echo, "/classify", {"input": ["a"]})
+        assert answer.error["code"] == "model_does_not_classify"
+    gc.collect()
+    assert not [each for each in gc.get_objects() if isinstance(each, PoolingBody)]
+
+
+@pytest.mark.parametrize(("path", "member"), [("/pooling", "data"), ("/api/embed", "embeddings")])
+async def test_many_vectors_are_sent_in_pieces(
+    echo: EchoEngine, monkeypatch: pytest.MonkeyPatch, path: str, member: str
+) -> None:
+    """512 vectors of 4,096 values are 40 MB, which took 0.4 s of one iteration of the loop."""
+    monkeypatch.setattr(long_json, "BLOCK_BYTES", 64)
+    answer = await ask(echo, path, {"input": ["a", "b", "c"]})
+    assert answer.headers.get("Transfer-Encoding") == "chunked"
+    assert len(answer.json[member]) == 3
