@@ -6,6 +6,7 @@ is held back until the next token comes or the output ends.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
@@ -273,7 +274,7 @@ class TgiRendering:
 
 def _mean_logprob(output: Output) -> float:
     scores = [entry.logprob for entry in output.logprobs]
-    return sum(scores) / len(scores) if scores else 0.0
+    return sum(scores) / len(scores) if scores else -math.inf
 
 
 def finish_reason_of(output: Output) -> str:

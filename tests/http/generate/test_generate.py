@@ -196,6 +196,17 @@ def test_a_stream_of_tgi_keeps_no_scores_that_it_has_sent() -> None:
     assert (output.text, output.logprobs) == ("abc", [])
 
 
+def test_an_output_of_tgi_without_tokens_is_not_the_best_one() -> None:
+    parameters = TgiParameters(best_of=2)
+    body = TgiBody(inputs="x", parameters=parameters)
+    call = tgi_call(body, parameters, Origin("id", 0, ("echo",)), is_streaming=False)
+    outputs = [Output(), Output()]
+    entry = TokenLogprob(5, "a", b"a", -1.0)
+    outputs[1].add(OutputChunk("id-0", 1, "a", pack_i32([5]), Usage(1, 1), logprobs=(entry,)))
+    [whole] = TgiRendering(call, body.inputs, parameters).whole(outputs)
+    assert json.loads(whole)["generated_text"] == "a"
+
+
 def test_the_bytes_of_a_cumulative_stream_grow_linearly_with_the_text() -> None:
     body = GenerateBody(text="a", sampling_params=SglangSampling(max_new_tokens=1), stream=True)
     sizes = []
