@@ -42,12 +42,14 @@ class DeviceBatch:
 class PlanRecord:
     """The attention plan of a forward, and the shape that it was made for.
 
-    It holds more than the batch says, so it cannot be made again for another shape.
+    With `replan_equivalent` a plan for another shape can simply be made again. Without it the plan
+    holds more than the batch says, and must stay.
     """
 
     plan: object
     num_rows: int
     num_tokens: int
+    replan_equivalent: bool
 
 
 class PlanMarker:
@@ -203,24 +205,25 @@ class ForwardBatch:
             raise BugError(f"step {self.iteration}: nobody planned this forward's attention")
         return self.marker.record.plan
 
-    def mark_attention_planned(self, plan: object) -> None:
+    def mark_attention_planned(self, plan: object, *, replan_equivalent: bool = False) -> None:
         """Called only by code that plans before the forward runs, as a graph capture does. A second
         call replaces the record."""
-        self.marker.record = PlanRecord(plan, self.num_rows, self.num_tokens)
+        self.marker.record = PlanRecord(plan, self.num_rows, self.num_tokens, replan_equivalent)
 
     def needs_attention_plan(self) -> bool:
         """Returns whether attention must plan this forward. Ask after padding."""
         record = self.marker.record
         if record is None:
             return True
-        planned = (record.num_rows, record.num_tokens)
-        if self.is_debug and planned != (self.num_rows, self.num_tokens):
+        if (record.num_rows, record.num_tokens) == (self.num_rows, self.num_tokens):
+            return False
+        if not record.replan_equivalent and self.is_debug:
             raise BugError(
                 f"step {self.iteration} was planned for {record.num_rows} rows and "
                 f"{record.num_tokens} tokens, has {self.num_rows} and {self.num_tokens}, and its "
                 "plan cannot be made again"
             )
-        return False
+        return record.replan_equivalent
 
     def padded(self, num_rows: int) -> ForwardBatch:
         """Returns this forward with padding rows of one token, up to `num_rows` rows. The attention

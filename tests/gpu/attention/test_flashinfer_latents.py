@@ -58,6 +58,8 @@ def test_a_forward_that_was_padded_since_it_was_planned_is_planned_anew() -> Non
     expected = naive(pools, made, own)
     torch.testing.assert_close(attend(backend, made, own), expected, rtol=1e-10, atol=1e-10)
     plan, padded, num_plans = backend.plan(made), made.padded(5), package.num_plans
+    made.mark_attention_planned(plan, replan_equivalent=True)
+    assert made.padded(5).needs_attention_plan()
     got = backend.bind(padded, plan).attend_latents(LAYER, inputs)  # type: ignore[attr-defined]  # a LatentAttend
     assert package.num_plans == num_plans + 1
     assert package.plans[-1].starts.tolist() == [0, 1, 2, 3, 4]  # the absorbed row and padding

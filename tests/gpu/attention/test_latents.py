@@ -132,8 +132,8 @@ def test_the_form_of_a_row_is_the_cheaper_one(
 
 
 def test_a_forward_that_was_padded_since_it_was_planned_is_planned_anew() -> None:
-    """The plan was made for two rows, and the padded forward has five. A backend that is given the
-    old one makes a new one itself."""
+    """The plan was made for two rows, and the padded forward has five. The marker asks for a new
+    plan; a backend that is given the old one makes a new one itself."""
     layout = Layout(LAYER)
     batch = device_batch([40, 1], [0, 9])
     pools = filled(layout, batch)
@@ -142,7 +142,10 @@ def test_a_forward_that_was_padded_since_it_was_planned_is_planned_anew() -> Non
     inputs = inputs_of(made.num_tokens + 3, torch.float64)
     own = LatentInputs(inputs.q[:41], inputs.latents[:41], inputs.up)
     expected = attend(backend, made, own)
-    plan, padded = backend.plan(made), made.padded(5)
+    plan = backend.plan(made)
+    made.mark_attention_planned(plan, replan_equivalent=True)
+    padded = made.padded(5)
+    assert padded.needs_attention_plan()
     for stale_or_new in (plan, backend.plan(padded)):
         bound = backend.bind(padded, stale_or_new)
         assert isinstance(bound, LatentAttend)
