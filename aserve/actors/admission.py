@@ -82,6 +82,11 @@ def _check_ids(data: bytes, spec: EngineSpec, *, what: str) -> int:
     return len(ids)
 
 
+def has_pictures(prompt: Prompt) -> bool:
+    """Such a prompt is never short: a file of few bytes may have millions of pixels."""
+    return isinstance(prompt, ChatPrompt) and bool(prompt.pictures)
+
+
 @dataclass(frozen=True, slots=True)
 class TokenizeQueue:
     """The bound on prompts that wait for a thread, or are in one."""

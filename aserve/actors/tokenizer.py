@@ -10,7 +10,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from aserve.actors.admission import TokenizeQueue, prompt_size, too_early
+from aserve.actors.admission import TokenizeQueue, has_pictures, prompt_size, too_early
 from aserve.actors.base import Actor, Story
 from aserve.actors.deadlines import Deadlines, deadlines_from_now, until_left
 from aserve.actors.fair_threads import FairThreads
@@ -66,7 +66,7 @@ class TokenizerActor(Actor[TokenizerEvent]):
                     deadlines = deadlines_from_now(event)
                     size = prompt_size(event.prompt) + len(event.prediction)
                     size += WORD_SIZE * len(event.sampling.bad_words)
-                    if size > room or self._media.fetches(event.prompt):
+                    if size > room or has_pictures(event.prompt):
                         self.attempt(event.request_id, self._prepare_later, event, size, deadlines)
                     else:
                         room -= size

@@ -1,8 +1,9 @@
 """Reads the pictures of a chat: from their files to the pixels that the engine encodes.
 
 Every limit is checked before the work that it bounds: the number of pictures, the bytes of each,
-and the pixels that its header announces, so that a small file cannot unfold into gigabytes. It runs
-in a thread, and Pillow decodes and resizes without the interpreter lock.
+the pixels that its header announces, so that a small file cannot unfold into gigabytes, and the
+scans of a JPEG, each of which passes over all its pixels. It runs in a thread, and Pillow decodes
+and resizes without the interpreter lock.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import msgspec
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
+from PIL.ExifTags import Base
 
 from aserve.errors import ContextTooLong, InvalidRequest
 from aserve.messages.requests import ChatPrompt, Prompt
@@ -31,12 +34,29 @@ from aserve.pictures.source import (
 
 MAX_PICTURES = 16  # of one request
 MAX_PIXELS = 50_000_000  # of one picture, decoded
+MAX_PIXELS_IN_ALL = 200_000_000  # of the pictures of one request
+MAX_SCANNED = 20 * MAX_PIXELS  # pixels of a JPEG times its scans: encoders write about 10
+MAX_READS = 100_000  # of a file's parts, such as the segments of a JPEG
+START_OF_SCAN = b"\xff\xda"  # never within the data of a scan
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 # Errors that Pillow raises for damaged files, or for files that unfold too far.
 FAULTS = (
-    *(OSError, ValueError, SyntaxError, EOFError, IndexError, ArithmeticError, TypeError),
+    *(OSError, ValueError, SyntaxError, EOFError, IndexError, ArithmeticError, TypeError, KeyError),
+    *(struct.error, AttributeError),
     *(Image.DecompressionBombError, Image.DecompressionBombWarning, MemoryError),
 )
+
+Turn = Image.Transpose
+# Makes a picture upright, by its EXIF orientation.
+TURNS = {
+    2: Turn.FLIP_LEFT_RIGHT,
+    3: Turn.ROTATE_180,
+    4: Turn.FLIP_TOP_BOTTOM,
+    5: Turn.TRANSPOSE,
+    6: Turn.ROTATE_270,
+    7: Turn.TRANSVERSE,
+    8: Turn.ROTATE_90,
+}
 
 
 class PictureReader:
@@ -78,10 +98,17 @@ class PictureReader:
         self.check(prompt)
         assert self._settings is not None
         settings, files = self._settings, [_file_of(source) for source in prompt.pictures]
-        num_tokens = len(prompt_ids)
+        num_tokens, num_pixels = len(prompt_ids), 0
         for source, data in zip(prompt.pictures, files, strict=True):
             with _opened(source, data) as image:
                 width, height = settings.resized(*image.size)
+                num_pixels += image.width * image.height
+            if num_pixels > MAX_PIXELS_IN_ALL:
+                raise invalid_picture(
+                    source,
+                    f"the pictures up to this one have {num_pixels} pixels, and at most "
+                    f"{MAX_PIXELS_IN_ALL} are allowed in one request",
+                )
             num_tokens += width * height // settings.side**2
             if num_tokens > max_len:
                 raise ContextTooLong(
@@ -131,9 +158,9 @@ def _file_of(source: PictureSource) -> bytes:
 
 @contextmanager
 def _opened(source: PictureSource, data: bytes) -> Iterator[Image.Image]:
-    """Reads the header only, and checks the number of pixels."""
+    """Reads the header only, and checks the number of pixels, and of scans."""
     try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        image = Image.open(_Parts(data), formats=FORMATS)
     except FAULTS:
         raise invalid_picture(
             source, f"it is none of {', '.join(FORMATS)}, or is damaged"
@@ -144,16 +171,47 @@ def _opened(source: PictureSource, data: bytes) -> Iterator[Image.Image]:
             raise invalid_picture(
                 source, f"it has {size} pixels, and at most {MAX_PIXELS} are allowed"
             )
+        num_scans = data.count(START_OF_SCAN) if image.format in ("JPEG", "MPO") else 1
+        if num_scans * image.width * image.height > MAX_SCANNED:
+            raise invalid_picture(
+                source,
+                f"it has {num_scans} scans of {image.width} x {image.height} pixels, and at most "
+                f"{MAX_SCANNED} pixels are read in all scans",
+            )
         yield image
 
 
 def _picture(source: PictureSource, data: bytes, settings: PictureSettings) -> Picture:
     with _opened(source, data) as image:
         try:
-            upright = ImageOps.exif_transpose(image).convert("RGB")
+            image.load()
+            turn = _turn_of(image)
+            upright = (image if turn is None else image.transpose(turn)).convert("RGB")
         except FAULTS:
             raise invalid_picture(source, "it is damaged") from None
     resized = upright.resize(
         settings.resized(*upright.size), resample=Image.Resampling(settings.resample)
     )
     return make_picture(np.asarray(resized), side=settings.side, scale=settings.scale)
+
+
+def _turn_of(image: Image.Image) -> Turn | None:
+    """NOTE: EXIF data that is damaged says nothing. The pixels may be good."""
+    try:
+        return TURNS.get(image.getexif().get(Base.Orientation, 1))
+    except FAULTS:
+        return None
+
+
+class _Parts(io.BytesIO):
+    """A file that is read in few parts. Pillow reads each segment of a header in Python."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self._num_reads = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._num_reads += 1
+        if self._num_reads > MAX_READS:
+            raise OSError(f"the file has more than {MAX_READS} parts")
+        return super().read(size)

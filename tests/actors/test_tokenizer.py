@@ -27,6 +27,7 @@ from aserve.messages.requests import (
     TokenizerEvent,
     TokenPrompt,
 )
+from aserve.picture import PictureSource
 from aserve.text.lengths import PromptLimits
 from aserve.text.prompt import Prepared, PromptEncoder
 from tests.actors.alone import alone, received
@@ -141,6 +142,16 @@ async def test_a_long_text_delays_nobody_behind_it_and_gives_the_same_ids() -> N
         ids = {event.request_id: array_i32(event.prompt_ids).tolist() for event in late}
         assert ids.keys() == {"long", "words"}
         assert ids["long"] == TOKENIZER.encode(LONG.text, with_special=True)
+
+
+async def test_a_picture_is_never_read_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file may be short, and its pixels many."""
+    monkeypatch.setattr(GatedEncoder, "check_size", lambda *_: None)
+    source = PictureSource("data:image/png;base64,aaaa", "messages[0].content[0]", "image_url")
+    async with running() as bench:
+        bench.send("picture", ChatPrompt(b"[]", pictures=(source,)))
+        bench.send("short", TextPrompt("hello"))
+        assert names(await bench.next_text()) == [("OpenText", "short")]
 
 
 async def test_many_short_texts_at_once_take_no_longer_turn_than_one_that_is_long() -> None:

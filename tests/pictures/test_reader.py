@@ -12,7 +12,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
+from PIL.ExifTags import Base
 
 from aserve.errors import ClientError, ConfigError
 from aserve.gpu.models.vision.encoder import cut_patches
@@ -120,6 +121,27 @@ def test_of_an_animation_the_first_frame_is_read() -> None:
     assert picture.pixels[:3] == bytes((255, 0, 0))
 
 
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("orientation", range(10))
+def test_a_photo_is_turned_as_pillow_turns_it(orientation: int, kind: str) -> None:
+    image, exif = drawn(56, 84), Image.Exif()
+    exif[Base.Orientation] = orientation
+    file = io.BytesIO()
+    image.save(file, kind, exif=exif, **({"lossless": True} if kind == "WEBP" else {}))
+    upright = ImageOps.exif_transpose(Image.open(file))
+    assert read(as_url(file.getvalue())) == read(url_of(upright))
+
+
+def test_exif_data_that_is_damaged_leaves_a_picture_as_it_is() -> None:
+    """Pillow cannot write such a tag, and would have to."""
+    tags = struct.pack(">H", 2) + struct.pack(">HHII", Base.Orientation, 3, 1, 6 << 16)
+    tags += struct.pack(">HHII", Base.ResolutionUnit, 2, 4, 0x61626300) + bytes(4)
+    image, exif = drawn(56, 84), b"Exif\x00\x00MM\x00\x2a\x00\x00\x00\x08" + tags
+    for data in (exif, exif[:20], b"Exif\x00\x00MM\x00\x2a\xff\xff\xff\xff"):
+        _, pictures = read(url_of(image, "PNG", exif=data))
+        assert len(pictures) == 1
+
+
 def png_that_says(width: int, height: int) -> bytes:
     """A header of so many pixels, and a little data."""
 
@@ -133,6 +155,16 @@ def png_that_says(width: int, height: int) -> bytes:
     return (
         b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
     )
+
+
+def jpeg(*, num_scans: int = 1, num_segments: int = 0) -> bytes:
+    """A grey picture of 5,000 x 4,000 pixels, whose last scan is there so many times."""
+    file = io.BytesIO()
+    Image.new("L", (5_000, 4_000)).save(file, "JPEG", progressive=True)
+    data = file.getvalue()
+    last = data[data.rindex(b"\xff\xda") : -2]
+    comments = b"\xff\xfe\x00\x02" * num_segments
+    return data[:2] + comments + data[2:-2] + last * (num_scans - 1) + data[-2:]
 
 
 SMALL = url_of(drawn(56, 56))
@@ -151,6 +183,9 @@ SMALL = url_of(drawn(56, 56))
         ([as_url(png_that_says(60_000, 60_000))], "it is none of|pixels, and at most"),
         ([as_url(png_that_says(2_000, 2_000))], "it is damaged"),
         ([url_of(drawn(2, 500))], "one side is more than 200 times the other"),
+        ([as_url(png_that_says(7_000, 7_000))] * 5, "have 245000000 pixels, and at most 200000000"),
+        ([as_url(jpeg(num_scans=90))], "scans of 5000 x 4000 pixels, and at most 1000000000"),
+        ([as_url(jpeg(num_segments=100_000))], "it is none of PNG, JPEG, WEBP, GIF, or is damaged"),
         ([SMALL] * (MAX_PICTURES + 1), "at most 16 are allowed"),
         (["data:image/png;base64," + "A" * (28 << 20)], "has more than 20971520 bytes"),
     ],
