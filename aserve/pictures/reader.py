@@ -41,8 +41,8 @@ START_OF_SCAN = b"\xff\xda"  # never within the data of a scan
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 # Errors that Pillow raises for damaged files, or for files that unfold too far.
 FAULTS = (
-    *(OSError, ValueError, SyntaxError, EOFError, IndexError, ArithmeticError, TypeError, KeyError),
-    *(struct.error, AttributeError),
+    *(OSError, ValueError, SyntaxError, EOFError, IndexError, ArithmeticError, TypeError),
+    struct.error,
     *(Image.DecompressionBombError, Image.DecompressionBombWarning, MemoryError),
 )
 

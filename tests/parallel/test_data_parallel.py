@@ -5,19 +5,22 @@ waits for one that has nothing to do.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 import pytest
+from torch import Tensor
 
 from aserve.engine_core import LocalExecutor
 from aserve.errors import ConfigError
 from aserve.gpu.executor import TorchExecutor
-from aserve.gpu.parallel.joint import pads_to_most
+from aserve.gpu.parallel.joint import JointForward, pads_to_most
 from aserve.gpu.step.ticket import StepTicket
 from aserve.messages.base import array_f32, array_i32, num_values, pack_i32
 from aserve.messages.changes import LoadLora, LoadWeights
@@ -157,6 +160,47 @@ def test_a_request_that_fails_on_its_rank_ends_alone_and_no_rank_waits(
     del one.outputs[("r1", 0)]
     assert two.outputs == one.outputs
     assert two.num_resyncs > 1
+
+
+def test_a_gather_that_fails_is_repeated_because_the_others_wait_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory for the tokens of all ranks may be missing on one of them, in any layer."""
+    asked = [request(f"r{n}", [*range(3, 14 - n % 2)], max_tokens=9) for n in range(3)]
+    one = serve(loaded(), asked)
+    executor = joined(resolved_of(**TWO), tmp_path / "store")
+    executor.patience.seconds = 5.0
+    [rank] = executor.ranks
+    assert isinstance(rank, RankThread)
+    joint = cast(TorchExecutor, rank.executor)._joint
+    assert isinstance(joint, JointForward)
+    failures = iter(["no memory for the tokens of all ranks"])
+    for name in ("_gather_padded", "_gather_sum"):
+        gather = getattr(JointForward, name)
+
+        def broken_once(own: JointForward, x: Tensor, *args: Any, gather: Any = gather) -> Any:
+            is_second = own is joint and own._num_done == 1 and len(x)
+            if is_second and (reason := next(failures, None)):
+                raise RuntimeError(reason)
+            return gather(own, x, *args)
+
+        monkeypatch.setattr(JointForward, name, broken_once)
+    two = serve(executor, asked, launches_ahead=True)
+    assert next(failures, None) is None
+    assert two.outputs == one.outputs
+    assert two.num_resyncs
+
+
+def test_a_diffusion_model_is_refused(tmp_path: Path) -> None:
+    """NOTE: experts of the bundled one have no sizes that two ranks can divide."""
+    folder = tmp_path / "model"
+    shutil.copytree(MODELS_DIR / "dllm", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "moe_intermediate_size": 64}))
+    for options in (TWO, {"pipeline_parallel_size": 2}):
+        asked = resolved_of(**options, load_format="dummy")
+        with pytest.raises(ConfigError, match="does not go with a diffusion language model"):
+            joined(asked, tmp_path / str(len(options)), folder)
 
 
 async def test_tokens_are_those_of_one_rank_until_a_rank_stops() -> None:

@@ -61,7 +61,7 @@ class JointForward:
     def begin(self, counts: tuple[int, ...]) -> None:
         """A step begins, in which the ranks have so many tokens."""
         self._counts = counts
-        self._num_done = 0
+        self._num_done, self._slots = 0, None
 
     def finish(self) -> None:
         """The step has ended. Takes this rank's part in the MLPs that it has not come to."""
@@ -77,18 +77,18 @@ class JointForward:
 
     def run(self, mlp: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """x [tokens of this rank, hidden] -> the same shape."""
-        self._num_done += 1
         counts = self._counts or (len(x),) * self._ranks.num_ranks
         if not any(counts):
+            self._num_done += 1
             return x
-        gather = self._gather_padded if pads_to_most(counts) else self._gather_sum
-        if self._loras is None:
-            every, start = gather(x, counts)
-            return mlp(every)[start : start + len(x)]
-        if self._counts is None or self._num_done == 1:
+        if self._loras is not None and (self._counts is None or self._slots is None):
             self._slots = self._gather_slots(self._loras.slots_of(x), counts)
-        assert self._slots is not None
+        gather = self._gather_padded if pads_to_most(counts) else self._gather_sum
         every, start = gather(x, counts)
+        self._num_done += 1  # NOTE: `finish` repeats a gather that failed: the others wait in it
+        if self._loras is None:
+            return mlp(every)[start : start + len(x)]
+        assert self._slots is not None
         with self._loras.bound(self._slots):
             return mlp(every)[start : start + len(x)]
 
