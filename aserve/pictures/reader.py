@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import re
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,8 +37,10 @@ MAX_PICTURES = 16  # of one request
 MAX_PIXELS = 50_000_000  # of one picture, decoded
 MAX_PIXELS_IN_ALL = 200_000_000  # of the pictures of one request
 MAX_SCANNED = 20 * MAX_PIXELS  # pixels of a JPEG times its scans: encoders write about 10
-MAX_READS = 100_000  # of a file's parts, such as the segments of a JPEG
-START_OF_SCAN = b"\xff\xda"  # never within the data of a scan
+MAX_PARTS = 100_000  # of a file's parts, such as the segments of a JPEG
+# The segments of a JPEG that have a length, and its end. None begins within the data of a scan.
+SEGMENT = re.compile(rb"\xff[\xc0-\xc7\xc9-\xcf\xd9-\xef\xfe]")
+SCAN, END = b"\xff\xda", b"\xff\xd9"
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 # Errors that Pillow raises for damaged files, or for files that unfold too far.
 FAULTS = (
@@ -171,14 +174,28 @@ def _opened(source: PictureSource, data: bytes) -> Iterator[Image.Image]:
             raise invalid_picture(
                 source, f"it has {size} pixels, and at most {MAX_PIXELS} are allowed"
             )
-        num_scans = data.count(START_OF_SCAN) if image.format in ("JPEG", "MPO") else 1
-        if num_scans * image.width * image.height > MAX_SCANNED:
-            raise invalid_picture(
-                source,
-                f"it has {num_scans} scans of {image.width} x {image.height} pixels, and at most "
-                f"{MAX_SCANNED} pixels are read in all scans",
-            )
+        if image.format in ("JPEG", "MPO"):
+            _check_scans(source, data, image.width * image.height)
         yield image
+
+
+def _check_scans(source: PictureSource, data: bytes, num_pixels: int) -> None:
+    """NOTE: what follows the end is not read. Telephones put a film there."""
+    num_scans = start = 0
+    for _ in range(MAX_PARTS):
+        found = SEGMENT.search(data, start)
+        if found is None or found[0] == END:
+            break
+        num_scans += found[0] == SCAN
+        start = found.end() + max(2, int.from_bytes(data[found.end() : found.end() + 2], "big"))
+    else:
+        raise invalid_picture(source, f"it has more than {MAX_PARTS} segments")
+    if num_scans * num_pixels > MAX_SCANNED:
+        raise invalid_picture(
+            source,
+            f"it has {num_scans} scans of {num_pixels} pixels, and at most {MAX_SCANNED} pixels "
+            "are read in all scans",
+        )
 
 
 def _picture(source: PictureSource, data: bytes, settings: PictureSettings) -> Picture:
@@ -212,6 +229,6 @@ class _Parts(io.BytesIO):
 
     def read(self, size: int | None = -1, /) -> bytes:
         self._num_reads += 1
-        if self._num_reads > MAX_READS:
-            raise OSError(f"the file has more than {MAX_READS} parts")
+        if self._num_reads > MAX_PARTS:
+            raise OSError(f"the file has more than {MAX_PARTS} parts")
         return super().read(size)

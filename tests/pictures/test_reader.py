@@ -132,6 +132,12 @@ def test_a_photo_is_turned_as_pillow_turns_it(orientation: int, kind: str) -> No
     assert read(as_url(file.getvalue())) == read(url_of(upright))
 
 
+def test_what_follows_the_end_of_a_jpeg_counts_for_nothing() -> None:
+    """A film, for instance, in which any bytes may come."""
+    data = jpeg()
+    assert read(as_url(data + b"\xff\xda\x00\x02" * 100_000)) == read(as_url(data))
+
+
 def test_exif_data_that_is_damaged_leaves_a_picture_as_it_is() -> None:
     """Pillow cannot write such a tag, and would have to."""
     tags = struct.pack(">H", 2) + struct.pack(">HHII", Base.Orientation, 3, 1, 6 << 16)
@@ -184,7 +190,8 @@ SMALL = url_of(drawn(56, 56))
         ([as_url(png_that_says(2_000, 2_000))], "it is damaged"),
         ([url_of(drawn(2, 500))], "one side is more than 200 times the other"),
         ([as_url(png_that_says(7_000, 7_000))] * 5, "have 245000000 pixels, and at most 200000000"),
-        ([as_url(jpeg(num_scans=90))], "scans of 5000 x 4000 pixels, and at most 1000000000"),
+        ([as_url(jpeg(num_scans=90))], "scans of 20000000 pixels, and at most 1000000000"),
+        ([as_url(jpeg()[:-2] + b"\xff\xfe\x00\x02" * 100_000)], "more than 100000 segments"),
         ([as_url(jpeg(num_segments=100_000))], "it is none of PNG, JPEG, WEBP, GIF, or is damaged"),
         ([SMALL] * (MAX_PICTURES + 1), "at most 16 are allowed"),
         (["data:image/png;base64," + "A" * (28 << 20)], "has more than 20971520 bytes"),
