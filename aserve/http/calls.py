@@ -19,7 +19,7 @@ from aserve.http.openai.schema import GenerationBody
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """What a fork has of its original, beside the body. `seed` counts if the body names none."""
+    """Has what a fork takes from its original beside the body, whose own seed counts before this."""
 
     outputs: bytes  # int32: the first tokens of each choice
     seed: int | None

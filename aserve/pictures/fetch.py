@@ -65,14 +65,14 @@ class MediaFetcher:
         self._slots = asyncio.Semaphore(MAX_REQUESTS)
         self._session: aiohttp.ClientSession | None = None
 
-    def fetches(self, prompt: Prompt) -> bool:
+    def _fetches(self, prompt: Prompt) -> bool:
         return isinstance(prompt, ChatPrompt) and any(map(is_remote, prompt.pictures))
 
     @asynccontextmanager
     async def fetched(self, prompt: Prompt) -> AsyncIterator[Prompt]:
         """Yields the prompt with the files of its pictures, which are read before the block ends.
         Raises InvalidRequest if one cannot be fetched."""
-        if not isinstance(prompt, ChatPrompt) or not self.fetches(prompt):
+        if not isinstance(prompt, ChatPrompt) or not self._fetches(prompt):
             yield prompt
             return
         self._reader.check(prompt)

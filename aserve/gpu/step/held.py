@@ -181,7 +181,7 @@ class HeldRows(Generic[HeldT]):
         self._by_row |= dict.fromkeys(map(int, held.rows), held)
 
     def steps(self) -> set[HeldT]:
-        """Those of which rows are held. They are told apart by identity."""
+        """Returns the steps of which rows are held. They are told apart by identity."""
         return set(self._by_row.values())
 
     def take(self, iteration: int, rows: ArrayI32) -> HeldT:

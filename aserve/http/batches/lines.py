@@ -96,6 +96,7 @@ class HttpLineWork:
     async def answer(self, line: BatchLine, request_id: str, caller: bytes) -> LineAnswer:
         origin = origin_for(msgspec.json.decode(caller, type=Caller), request_id, self._context)
         try:
+            _check_open(self._context)  # until then an adapter of the line may be unknown
             body = await ENDPOINTS[line.url](self._context, origin, bytes(line.body))
         except (AserveError, RequestFailed) as error:
             info = info_of(error)
@@ -108,9 +109,13 @@ class HttpLineWork:
         return LineAnswer(200, body)
 
 
-async def _generated(context: HttpContext, dialect: Dialect[ChoiceT]) -> bytes:
+def _check_open(context: HttpContext) -> None:
     if (refusal := context.state.refusal()) is not None:
         raise refusal
+
+
+async def _generated(context: HttpContext, dialect: Dialect[ChoiceT]) -> bytes:
+    _check_open(context)  # again: a receipt may have taken long
     request_stream = context.gateway.open(*dialect.call.requests)
     try:
         return b"".join(await whole_answer(request_stream, dialect))

@@ -19,9 +19,10 @@ from openai.types import Batch
 from aserve.batches import runner
 from aserve.batches.records import FileObject
 from aserve.batches.store import Store
-from aserve.errors import QueueFull
+from aserve.errors import AserveError, QueueFull
 from aserve.http import state
 from aserve.http.batches import handlers, lines
+from aserve.http.openai.completions import completion_call
 from tests.fakes.echo_engine import EchoEngine
 from tests.fakes.executor import SPEC
 from tests.http.asking import ask, bearer
@@ -163,11 +164,42 @@ async def test_a_line_waits_for_an_engine_that_is_full(
         assert (await ended(echo.client, batch)).output_file_id
 
 
-async def test_a_line_that_a_pause_has_ended_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused for now is tried again soon."""
     monkeypatch.setattr(lines, "RETRY_S", 0.01)
     monkeypatch.setattr(state, "RETRY_AFTER_S", 0.01)
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_line_waits_until_the_server_knows_its_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_looks = 0
+    async with EchoEngine(files_dir=str(tmp_path)) as echo:
+        looks = echo.state.refusal
+
+        def refusal(own: state.ServerState) -> AserveError | None:
+            nonlocal num_looks
+            num_looks += 1
+            if num_looks == 3:
+                own.phase = "ready"
+            return looks()
+
+        def made(*args: Any) -> Any:
+            assert echo.state.phase == "ready", "until then an adapter of the line is unknown"
+            return completion_call(*args)
+
+        monkeypatch.setattr(lines, "completion_call", made)
+        echo.state.phase = "starting"
+        monkeypatch.setattr(state.ServerState, "refusal", refusal)
+        batch = await ended(echo.client, await create(echo.client, prompts(1)))
+        assert (batch.status, num_looks >= 3) == ("completed", True)
+        assert batch.output_file_id
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_line_that_a_pause_has_ended_is_tried_again(tmp_path: Path) -> None:
     async with EchoEngine(files_dir=str(tmp_path), admin_api_key="root") as echo:
         echo.scheduler.is_paused = True
         batch = await create(echo.client, prompts(1))
@@ -182,11 +214,8 @@ async def test_a_line_that_a_pause_has_ended_is_tried_again(
         assert (counts.completed, counts.failed) == (1, 0)
 
 
-async def test_lines_of_a_batch_find_no_page_from_before_a_flush(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lines, "RETRY_S", 0.01)
-    monkeypatch.setattr(state, "RETRY_AFTER_S", 0.01)
+@pytest.mark.usefixtures("soon")
+async def test_lines_of_a_batch_find_no_page_from_before_a_flush(tmp_path: Path) -> None:
     async with EchoEngine(files_dir=str(tmp_path), admin_api_key="root") as echo:
         echo.scheduler.is_paused = True
         batch = await create(echo.client, prompts(2))
