@@ -177,14 +177,14 @@ async def test_a_line_waits_until_the_server_knows_its_models(
 ) -> None:
     num_looks = 0
     async with EchoEngine(files_dir=str(tmp_path)) as echo:
-        looks = echo.state.refusal
+        look = state.ServerState.refusal
 
         def refusal(own: state.ServerState) -> AserveError | None:
             nonlocal num_looks
             num_looks += 1
             if num_looks == 3:
                 own.phase = "ready"
-            return looks()
+            return look(own)
 
         def made(*args: Any) -> Any:
             assert echo.state.phase == "ready", "until then an adapter of the line is unknown"
