@@ -19,7 +19,7 @@ from aserve.http.openai.schema import GenerationBody
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """Has what a fork takes from its original. A seed that the fork names counts before this one."""
+    """Has what a fork takes from its original. A seed that the fork names counts before it."""
 
     outputs: bytes  # int32: the first tokens of each choice
     seed: int | None
