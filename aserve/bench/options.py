@@ -152,6 +152,16 @@ class RouteOptions:
     requests: int = option(500, "small requests, alone and together", Limits(low=1))
     streams: int = option(16, "streams at once", Limits(low=1, high=1024))
     chunks: int = option(500, "chunks of a stream", Limits(low=1))
+    repeats: int = option(3, "turns of the cost; medians are shown", Limits(low=1))
+    stand_in_port: int = option(
+        0, "port of the server that answers at once; 0: any free one", Limits(low=0, high=65535)
+    )
+    other: str | None = option(
+        None,
+        "another router, which runs before --stand-in-port, to be measured in turns",
+        Limits(metavar="URL"),
+    )
+    other_pid: int | None = option(None, "process of --other, for its CPU time", Limits(low=1))
     groups: int = option(9, "prefixes on two real servers; 0: without servers", Limits(low=0))
     turns: int = option(6, "prompts with the same prefix", Limits(low=1))
 

@@ -12,13 +12,14 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Set
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import aiohttp
 import msgspec
 from aiohttp import hdrs, web
+from multidict import MultiMapping
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from aserve.errors import AserveError, EngineDead, NotFound
@@ -161,20 +162,21 @@ def _session(peers: Peers, target: int) -> aiohttp.ClientSession:
 
 
 def _headers(request: web.Request, peers: Peers) -> Headers:
-    return [*end_to_end(request), (FORWARDED, peers.header_for(request))]
+    return [*end_to_end(request.headers), (FORWARDED, peers.header_for(request))]
 
 
-def end_to_end(message: web.Request | aiohttp.ClientResponse) -> Headers:
-    """Returns its headers that are not of one connection."""
-    given = message.headers
-    named = ",".join(given.getall(hdrs.CONNECTION, [])).lower().split(",")
-    dropped = HOP_BY_HOP.union(map(str.strip, named))
+def end_to_end(given: MultiMapping[str]) -> Headers:
+    """Returns the headers of a message that are not of one connection."""
+    dropped: Set[str] = HOP_BY_HOP
+    if hdrs.CONNECTION in given:
+        named = ",".join(given.getall(hdrs.CONNECTION)).lower().split(",")
+        dropped = HOP_BY_HOP.union(map(str.strip, named))
     return [(name, value) for name, value in given.items() if name.lower() not in dropped]
 
 
 async def _passed_on(answer: aiohttp.ClientResponse, request: web.Request) -> web.StreamResponse:
     """Streams the answer of another frontend to the client, whose speed is then that of both."""
-    headers = end_to_end(answer)
+    headers = end_to_end(answer.headers)
     request[REQUEST_ID] = answer.headers.get("X-Request-Id", request[REQUEST_ID])
     response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
     await response.prepare(request)

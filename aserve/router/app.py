@@ -44,11 +44,11 @@ from aserve.router.upstream import CANNOT_CONNECT, GONE, Call, Upstream, check_a
 logger = logging.getLogger(__name__)
 
 USAGE = re.compile(rb'"total_tokens"\s*:\s*(\d{1,15})(?!\d)')
-OF_THE_CONNECTION = frozenset({"host", "content-length"})
 CLIENT = web.RequestKey("client", str)
 LIMITS = web.RequestKey("limits", dict[str, str])
 LAST_EVENT_ID = "Last-Event-ID"
 FORWARDED_FOR = "X-Forwarded-For"
+REPLACED = frozenset({"host", "content-length", FORWARDED_FOR.lower()})  # the replica gets its own
 
 
 class Router:
@@ -153,7 +153,7 @@ class Router:
         exchange = Exchange(request, call, demand, named=named[:1] if named[0] else [])
         if not owner and named[0]:
             return await self.proxy.search(exchange, [each.address for each in self._asked()])
-        if web.WebSocketResponse().can_prepare(request):
+        if hdrs.UPGRADE in request.headers and web.WebSocketResponse().can_prepare(request):
             return await self.proxy.relay(exchange, max_size=self.server.max_body_size + 1)
         if not self.rates.limits or request.method != hdrs.METH_POST:
             return await self.proxy.forward(exchange)
@@ -187,6 +187,8 @@ class Router:
         is_upload = request.content_type.startswith("multipart/")
         if not request.can_read_body or is_upload:
             return None
+        if request.content_length and request.content.is_eof():  # it came with the head
+            return request.content.read_nowait()
         limit_s = self.server.body_timeout + (request.content_length or 0) / (64 << 10)
         try:
             async with asyncio.timeout(limit_s):
@@ -279,12 +281,11 @@ async def _add_server(_: web.Request, response: web.StreamResponse) -> None:
 
 def _headers(request: web.Request) -> Headers:
     """Returns the headers for a replica, which sees the client's address in X-Forwarded-For."""
-    kept = [each for each in end_to_end(request) if each[0].lower() not in OF_THE_CONNECTION]
+    given = end_to_end(request.headers)
+    headers = [each for each in given if each[0].lower() not in REPLACED]
     hops = [*request.headers.getall(FORWARDED_FOR, []), request.remote or "unix"]
-    return [
-        *(each for each in kept if each[0].lower() != FORWARDED_FOR.lower()),
-        (FORWARDED_FOR, ", ".join(hops)),
-    ]
+    headers.append((FORWARDED_FOR, ", ".join(hops)))
+    return headers
 
 
 def _used_tokens(exchange: Exchange, facts: RequestFacts, charged: int) -> int:

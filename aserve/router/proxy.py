@@ -15,8 +15,8 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -32,6 +32,7 @@ from aserve.router.balancer import Balancer
 from aserve.router.metrics import RouterMetrics
 from aserve.router.owners import Owners, ids_in
 from aserve.router.policies import Demand
+from aserve.router.replica_connection import Answer, AnswerBroken
 from aserve.router.upstream import CANNOT_CONNECT, GONE, Call, Upstream
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 TRY_ANOTHER = frozenset({502, 503})
 RETRY_AFTER_S = 2.0
 TAIL_BYTES = 4096
+UNSENT_BYTES = 1 << 16  # of an answer, in the client's transport; above it the replica is not read
 EVENT_STREAM = "text/event-stream"
 # The last event of a stream of each API.
 LAST_EVENT = re.compile(
@@ -94,9 +96,49 @@ class Exchange:
     num_events: int = 0
 
     def keep(self, piece: bytes) -> None:
+        """Takes note of a piece of the answer, if that is wanted."""
+        if not self.keeps_tail:
+            return
         self.tail = (self.tail + piece)[-TAIL_BYTES:]
         self.num_bytes += len(piece)
         self.num_events += piece.count(b"data:")
+
+
+class ClientStream:
+    """The client's side of an answer whose head is prepared. `last` is the piece sent last.
+
+    WHY: `StreamResponse.write` is a coroutine, so that each piece would wake a task. Behind the
+    first piece, with which the head goes out, `write` gives the transport the same bytes.
+    """
+
+    def __init__(self, exchange: Exchange, response: web.StreamResponse) -> None:
+        self.last = b""
+        self._exchange = exchange
+        self._response = response
+        self._transport = exchange.request.transport
+        self._is_chunked = hdrs.TRANSFER_ENCODING in response.headers
+
+    async def begin(self, piece: bytes) -> None:
+        await self._response.write(piece)
+        self._note(piece)
+
+    def write(self, piece: bytes) -> bool:
+        """Returns False if the client must be waited for, by `drain`."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return False
+        transport.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self._is_chunked else piece)
+        self._note(piece)
+        return transport.get_write_buffer_size() <= UNSENT_BYTES
+
+    async def drain(self) -> None:
+        if self._transport is None or self._transport.is_closing():
+            raise ConnectionResetError("the client has gone")
+        await self._exchange.request.writer.drain()
+
+    def _note(self, piece: bytes) -> None:
+        self.last = piece
+        self._exchange.keep(piece)
 
 
 class Proxy:
@@ -149,7 +191,7 @@ class Proxy:
         name = self._balancer.pick(exchange.demand)
         if name is None:
             raise self._refusal(exchange.demand, None)
-        async with self._counted(exchange, name):
+        with self._counted(exchange, name):
             try:
                 upstream = await self.upstreams[name].connect(exchange.call)
             except aiohttp.WSServerHandshakeError as error:
@@ -169,59 +211,67 @@ class Proxy:
             return client
 
     async def _send(self, exchange: Exchange, name: str) -> web.StreamResponse:
-        async with self._counted(exchange, name), AsyncExitStack() as stack:
+        upstream = self.upstreams[name]
+        with self._counted(exchange, name):
+            with self._failing_over(exchange, name):
+                answer = await upstream.ask(exchange.call)
             try:
-                answer, first = await self._first_bytes(exchange, name, stack)
-            except GONE as error:
-                info = self._note_failure(name, error)
-                is_late = isinstance(error, TimeoutError)
-                may_repeat = isinstance(error, CANNOT_CONNECT) or (
-                    _repeats(exchange) and not is_late
-                )
-                was_open = isinstance(error, aiohttp.ServerDisconnectedError | ConnectionError)
-                raise NotAnswered(info, may_repeat=may_repeat, was_open=was_open) from None
-            return await self._pass_on(exchange, name, answer, first)
+                with self._failing_over(exchange, name):
+                    first = await self._first_bytes(exchange, name, answer)
+                return await self._pass_on(exchange, name, answer, first)
+            finally:
+                await upstream.release(answer)
 
-    async def _first_bytes(
-        self, exchange: Exchange, name: str, stack: AsyncExitStack
-    ) -> tuple[aiohttp.ClientResponse, bytes]:
-        """Returns the answer and its first bytes; `stack` ends the connection."""
-        answer = await stack.enter_async_context(self.upstreams[name].ask(exchange.call))
+    @contextmanager
+    def _failing_over(self, exchange: Exchange, name: str) -> Iterator[None]:
+        """Lets another replica be tried if this one fails here, before the answer's first byte."""
+        try:
+            yield
+        except GONE as error:
+            info = self._note_failure(name, error)
+            is_late = isinstance(error, TimeoutError)
+            may_repeat = isinstance(error, CANNOT_CONNECT) or (_repeats(exchange) and not is_late)
+            was_open = isinstance(error, AnswerBroken)
+            raise NotAnswered(info, may_repeat=may_repeat, was_open=was_open) from None
+
+    async def _first_bytes(self, exchange: Exchange, name: str, answer: Answer) -> bytes:
         if answer.status in TRY_ANOTHER and not exchange.demand.owner:
             self._balancer.failed(name)
             raise NotAnswered(await _refused_by(answer), may_repeat=_repeats(exchange))
         if exchange.is_search and answer.status == web.HTTPNotFound.status_code:
             raise NotAnswered(UNKNOWN)
-        first = await answer.content.readany()
+        first = await answer.read_some()
         self._balancer.succeeded(name)
-        return answer, first
+        return first
 
     async def _pass_on(
-        self, exchange: Exchange, name: str, answer: aiohttp.ClientResponse, first: bytes
+        self, exchange: Exchange, name: str, answer: Answer, first: bytes
     ) -> web.StreamResponse:
         """Streams the answer. The client's speed is then that of the replica."""
         request = exchange.request
-        headers = [*end_to_end(answer), *exchange.headers.items()]
+        headers = [*end_to_end(answer.headers), *exchange.headers.items()]
         if answer.status < 400:
             made = [*exchange.named, *ids_in(first), *answer.headers.getall("X-Request-Id", [])]
             self.owners.learn(made, name)
-        response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
+        status, reason = answer.status, answer.reason
+        if first and answer.is_complete:
+            exchange.keep(first)
+            return web.Response(body=first, status=status, reason=reason, headers=headers)
+        response = web.StreamResponse(status=status, reason=reason, headers=headers)
         await response.prepare(request)
-        write, read = response.write, answer.content.readany
-        piece = first
+        client = ClientStream(exchange, response)
         try:
-            while piece:
-                await write(piece)
-                if exchange.keeps_tail:
-                    exchange.keep(piece)
-                piece = await read()
-        except (aiohttp.ClientError, TimeoutError) as error:
+            if first:
+                await client.begin(first)
+            while not await answer.pipe(client.write):
+                await client.drain()
+        except (AnswerBroken, TimeoutError) as error:
             self._balancer.failed(name)
             self._metrics.broken.labels(name).inc()
-            logger.warning("answer broken replica=%s cause=%s", name, type(error).__name__)
-            last = _last_events(request.path, answer, piece)
+            logger.warning("answer broken replica=%s cause=%s", name, error)
+            last = _last_events(request.path, answer, client.last)
             if last is not None:
-                await write(last)
+                await response.write(last)
                 await response.write_eof()
                 return response
             if request.transport is not None:
@@ -230,8 +280,8 @@ class Proxy:
         await response.write_eof()
         return response
 
-    @asynccontextmanager
-    async def _counted(self, exchange: Exchange, name: str) -> AsyncIterator[None]:
+    @contextmanager
+    def _counted(self, exchange: Exchange, name: str) -> Iterator[None]:
         """Counts the request as open at the replica."""
         self.num_open += 1
         self.idle.clear()
@@ -273,7 +323,7 @@ class Proxy:
         return EngineDead("No replica is ready.", retry_after_s=RETRY_AFTER_S, code="no_replica")
 
 
-def _last_events(path: str, answer: aiohttp.ClientResponse, sent: bytes) -> bytes | None:
+def _last_events(path: str, answer: Answer, sent: bytes) -> bytes | None:
     """Returns the events that end a stream whose replica has failed: none behind its own last one.
     Returns None for an answer that is no event stream, or that was cut within an event.
     """
@@ -295,10 +345,10 @@ def _repeats(exchange: Exchange) -> bool:
     return exchange.call.data is None or isinstance(exchange.call.data, bytes)
 
 
-async def _refused_by(answer: aiohttp.ClientResponse) -> ErrorInfo:
+async def _refused_by(answer: Answer) -> ErrorInfo:
     """Returns an error with the text and the waiting time of a replica that is not ready."""
     after = answer.headers.get(hdrs.RETRY_AFTER, "")
-    text = (await answer.content.read(1024)).decode("utf-8", "replace")
+    text = (await answer.read(1024)).decode("utf-8", "replace")
     return ErrorInfo(
         f"No other replica is ready; the last one said: {text}",
         type="overloaded_error",

@@ -6,10 +6,9 @@ A replica is named by its address, `http://HOST:PORT` or `unix:PATH`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import Any
+import ssl
+from collections import deque
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -21,14 +20,28 @@ from aserve.config import RouterOptions
 from aserve.errors import UNDECODABLE, ConfigError
 from aserve.http.forwarding import SKIPPED, Headers
 from aserve.options.option import is_host
+from aserve.router.replica_connection import ANY_BYTES, Answer, AnswerBroken, ReplicaConnection
 
 UNIX = "unix:"
 CONNECT_S = 5.0
 PROBE_S = 5.0
 # WHY: uvicorn, in front of vLLM and SGLang, closes an idle connection after 5 seconds.
 KEEP_ALIVE_S = 4.0
-CANNOT_CONNECT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
-GONE = (aiohttp.ClientError, OSError, asyncio.TimeoutError)
+# Methods of requests that may be sent twice (RFC 9110, 9.2.2).
+IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
+HAS_BODY = frozenset({"POST", "PUT", "PATCH"})
+
+
+class CannotConnect(ConnectionError):
+    """Nothing listens at the replica's address, or it does not accept in time."""
+
+
+class CannotServe(ConnectionError):
+    """The replica says that it is not ready."""
+
+
+CANNOT_CONNECT = (CannotConnect, aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+GONE = (aiohttp.ClientError, OSError, TimeoutError)
 
 
 def check_address(address: str) -> str:
@@ -54,64 +67,98 @@ def _is_url(address: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request as every replica gets it. `data` is the body, or a stream that can be sent once."""
+    """A request as every replica gets it. `data` is its body, or a stream that can be sent once."""
 
     method: str
     path: str  # with the query, percent-encoded
-    headers: Headers
-    data: Any = None
+    headers: Headers = field(default_factory=list)
+    data: bytes | aiohttp.StreamReader | None = None
 
 
 class Upstream:
-    """`open` and `close` surround its use."""
+    """`open` and `close` surround its use. Its idle connections are used again, the last one first.
+
+    aiohttp's client carries the websockets alone: `replica_connection` says why.
+    """
 
     def __init__(self, address: str, options: RouterOptions) -> None:
         self.address = address
-        self._base = "http://localhost" if address.startswith(UNIX) else address
-        self._timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=CONNECT_S, sock_read=options.replica_timeout
-        )
-        key = options.upstream_api_key
-        self._headers = {} if key is None else {hdrs.AUTHORIZATION: f"Bearer {key}"}
+        url = URL("http://localhost" if address.startswith(UNIX) else address)
+        self._url = url.with_user(None)
+        self._timeout_s = options.replica_timeout
+        self._tls = ssl.create_default_context() if self._url.scheme == "https" else None
+        self._headers: dict[str, str] = {}
+        if options.upstream_api_key is not None:
+            self._headers[hdrs.AUTHORIZATION] = f"Bearer {options.upstream_api_key}"
+        elif (login := aiohttp.BasicAuth.from_url(url)) is not None:
+            self._headers[hdrs.AUTHORIZATION] = login.encode()
+        self._idle: deque[tuple[float, ReplicaConnection]] = deque()  # by the time of last use
+        self._sweep: asyncio.TimerHandle | None = None
+        self._is_closed = False
 
     def open(self) -> None:
         connector: aiohttp.BaseConnector
         if self.address.startswith(UNIX):
-            path = self.address.removeprefix(UNIX)
-            connector = aiohttp.UnixConnector(path, limit=0, keepalive_timeout=KEEP_ALIVE_S)
+            connector = aiohttp.UnixConnector(self.address.removeprefix(UNIX), limit=0)
         else:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+            connector = aiohttp.TCPConnector(limit=0)
         self._session = aiohttp.ClientSession(
             connector=connector,
-            timeout=self._timeout,
-            auto_decompress=False,
+            timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=CONNECT_S, sock_read=self._timeout_s
+            ),
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=SKIPPED,
         )
 
     async def close(self) -> None:
+        self._is_closed = True
+        if self._sweep is not None:
+            self._sweep.cancel()
+        self._close_idle()
         await self._session.close()
 
-    @contextlib.asynccontextmanager
-    async def ask(self, call: Call) -> AsyncIterator[aiohttp.ClientResponse]:
-        if self._session.closed:
-            raise aiohttp.ClientConnectionError("the replica was removed")
-        async with self._session.request(
-            call.method,
-            _url(self._base + call.path),
-            headers=self._with_key(call.headers),
-            data=call.data,
-            allow_redirects=False,
-        ) as answer:
-            yield answer
+    async def ask(self, call: Call) -> Answer:
+        """Returns the answer when its head has come; `release` must follow. Raises one of GONE."""
+        # WHY: a replica may have closed an idle connection while the request was on its way.
+        may_repeat = call.method in IDEMPOTENT and not isinstance(call.data, aiohttp.StreamReader)
+        head = self._head(call)
+        while True:
+            connection, is_new = await self._take()
+            answer = connection.send(head, call.data or b"", timeout_s=self._timeout_s)
+            try:
+                await answer.head()
+                return answer
+            except AnswerBroken as error:
+                if error.has_begun or is_new or not may_repeat:
+                    raise
+            finally:
+                if not answer.status:
+                    await self.release(answer)
+
+    async def release(self, answer: Answer) -> None:
+        """Ends the exchange, also in the middle of the answer."""
+        connection = answer.connection
+        await connection.end()
+        if self._is_closed or not connection.is_idle:
+            connection.close()
+            return
+        loop = asyncio.get_running_loop()
+        self._idle.append((loop.time(), connection))
+        if self._sweep is None:
+            self._sweep = loop.call_later(KEEP_ALIVE_S, self._close_idle)
 
     async def ask_whole(self, call: Call) -> Whole:
-        async with self.ask(call) as answer:
+        answer = await self.ask(call)
+        try:
             return Whole(answer.status, answer.content_type, await answer.read())
+        finally:
+            await self.release(answer)
 
     async def connect(self, call: Call) -> aiohttp.ClientWebSocketResponse:
         return await self._session.ws_connect(
-            _url(self._base + call.path),
+            # The path stays as the client has encoded it.
+            URL(f"{str(self._url).rstrip('/')}{call.path}", encoded=True),
             headers=self._with_key(call.headers),
             max_msg_size=0,
             compress=0,
@@ -121,16 +168,64 @@ class Upstream:
         """Returns the number of open requests that the replica reports, if it does. Raises one of
         GONE if the replica is not ready.
         """
-        timeout = aiohttp.ClientTimeout(total=PROBE_S)
-        headers = self._headers
-        async with self._session.get(
-            f"{self._base}/health", timeout=timeout, headers=headers
-        ) as answer:
-            answer.raise_for_status()
-        async with self._session.get(
-            f"{self._base}/load", timeout=timeout, headers=headers
-        ) as answer:
-            return load_in(await answer.read()) if answer.status == 200 else None
+        async with asyncio.timeout(PROBE_S):
+            health = await self.ask_whole(Call(hdrs.METH_GET, "/health"))
+            if health.status >= 400:
+                raise CannotServe(f"the replica's /health is {health.status}")
+            load = await self.ask_whole(Call(hdrs.METH_GET, "/load"))
+        return load_in(load.body) if load.status == 200 else None
+
+    async def _take(self) -> tuple[ReplicaConnection, bool]:
+        """Returns a connection, and whether it is a new one."""
+        if self._is_closed:
+            raise CannotConnect("the replica was removed")
+        oldest_s = asyncio.get_running_loop().time() - KEEP_ALIVE_S
+        while self._idle:
+            used_s, connection = self._idle.pop()
+            if connection.is_idle and used_s > oldest_s:
+                return connection, False
+            connection.close()
+        return await self._connect(), True
+
+    async def _connect(self) -> ReplicaConnection:
+        loop = asyncio.get_running_loop()
+        host, port = self._url.host, self._url.port
+        assert host is not None
+        assert port is not None
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                if self.address.startswith(UNIX):
+                    path = self.address.removeprefix(UNIX)
+                    _, connection = await loop.create_unix_connection(ReplicaConnection, path)
+                else:
+                    _, connection = await loop.create_connection(
+                        ReplicaConnection, host, port, ssl=self._tls
+                    )
+        except OSError as error:
+            raise CannotConnect(f"cannot connect to the replica: {error}") from error
+        return connection
+
+    def _close_idle(self) -> None:
+        """Closes the connections that nobody has used for a while, and comes again for others."""
+        loop = asyncio.get_running_loop()
+        oldest_s = loop.time() - KEEP_ALIVE_S
+        while self._idle and (self._is_closed or self._idle[0][0] <= oldest_s):
+            self._idle.popleft()[1].close()
+        self._sweep = None
+        if self._idle:
+            self._sweep = loop.call_at(self._idle[0][0] + KEEP_ALIVE_S, self._close_idle)
+
+    def _head(self, call: Call) -> bytes:
+        lines = [
+            f"{call.method} {self._url.raw_path.rstrip('/')}{call.path} HTTP/1.1",
+            f"Host: {self._url.host_port_subcomponent}",
+            *(f"{name}: {value}" for name, value in self._with_key(call.headers)),
+        ]
+        if isinstance(call.data, aiohttp.StreamReader):
+            lines.append("Transfer-Encoding: chunked")
+        elif call.data or call.method in HAS_BODY:
+            lines.append(f"Content-Length: {len(call.data or b'')}")
+        return "\r\n".join([*lines, "\r\n"]).encode(*ANY_BYTES)
 
     def _with_key(self, headers: Headers) -> Headers:
         if not self._headers:
@@ -158,8 +253,3 @@ def load_in(body: bytes) -> int | None:
         return msgspec.json.decode(body, type=_Load).server_load
     except UNDECODABLE:
         return None
-
-
-def _url(text: str) -> URL:
-    """NOTE: the path is passed on as the client has encoded it."""
-    return URL(text, encoded=True)

@@ -68,7 +68,7 @@ REACH = {
     "aserve.processes": ANYTHING,
     "aserve.router": Reach(
         aserve=(*FIRST, "aserve.http", "aserve.host", "aserve.processes", "aserve.program"),
-        packages=(*PLAIN, "aiohttp", "rich", "yarl"),
+        packages=(*PLAIN, "aiohttp", "httptools", "multidict", "rich", "yarl"),
     ),
     "aserve.parallel": ANYTHING,
     "aserve.progress": Reach(aserve=(), packages=("rich",)),
@@ -141,7 +141,7 @@ REACH = {
             *("aserve.batches", "aserve.receipts", "aserve.amendments"),
             *("aserve.grammar.source_limits", "aserve.host.environment", "aserve.pictures.fetch"),
         ),
-        packages=(*PLAIN, "aiohttp"),
+        packages=(*PLAIN, "aiohttp", "multidict"),
     ),
     "aserve.receipts": Reach(aserve=(*FIRST, "aserve.host.threads"), packages=PLAIN),
     "aserve.receipts.verify": ANYTHING,

@@ -299,6 +299,46 @@ async def test_a_client_that_goes_ends_its_request_at_the_replica() -> None:
             await server.router.proxy.idle.wait()
 
 
+async def test_an_upload_that_breaks_is_no_failure_of_the_replica() -> None:
+    replica = StandIn()
+    head = b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data\r\n"
+    async with routed(replica) as (client, server):
+        chunk = b"Transfer-Encoding: chunked\r\n\r\n2\r\nab\r\n"
+        for framing in (chunk, b"Content-Length: 9\r\n\r\nab"):
+            for ends in (asyncio.StreamWriter.close, lambda writer: writer.transport.abort()):
+                _, writer = await asyncio.open_connection(*server.address[7:].split(":"))
+                writer.write(head + framing)
+                await asyncio.sleep(0.01)
+                ends(writer)
+        assert await post(client) == (200, b"ok")
+        async with asyncio.timeout(5):
+            await server.router.proxy.idle.wait()
+        assert [each.failures for each in server.router.balancer.replicas()] == [0]
+
+
+@pytest.mark.parametrize("head", [CHUNKED, OK.partition(b"C")[0] + b"Content-Length: %d\r\n\r\n"])
+async def test_a_client_that_does_not_read_holds_back_the_replica(head: bytes) -> None:
+    sent = 0
+    piece = b"data: x\n\n" * (1 << 14)
+    chunk = b"%x\r\n%b\r\n" % (len(piece), piece) if head == CHUNKED else piece
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        writer.write(head if head == CHUNKED else head % (len(piece) * 400))
+        for _ in range(400):
+            writer.write(chunk)
+            await writer.drain()
+            sent += 1
+        if head == CHUNKED:
+            writer.write(b"0\r\n\r\n")
+
+    async with routed(StandIn(answer)) as (client, _), client.post(CHAT, json=BODY) as got:
+        await asyncio.sleep(0.5)
+        assert sent < 300, "the sockets of three processes hold some 10 MB"
+        async with asyncio.timeout(20):
+            assert await got.read() == piece * 400
+
+
 @asynccontextmanager
 async def routed_socket() -> AsyncIterator[ClientWebSocketResponse]:
     """Yields a client's websocket to an echo behind the router. It closes or dies if it is told."""
