@@ -5,11 +5,13 @@ waits for one that has nothing to do.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -162,33 +164,46 @@ def test_a_request_that_fails_on_its_rank_ends_alone_and_no_rank_waits(
     assert two.num_resyncs > 1
 
 
-def test_a_gather_that_fails_is_repeated_because_the_others_wait_in_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("enable_lora", [False, True])
+def test_steps_that_fail_between_collectives_are_tried_again_and_no_rank_waits(
+    enable_lora: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory for the tokens of all ranks may be missing on one of them, in any layer."""
-    asked = [request(f"r{n}", [*range(3, 14 - n % 2)], max_tokens=9) for n in range(3)]
-    one = serve(loaded(), asked)
-    executor = joined(resolved_of(**TWO), tmp_path / "store")
+    """Every fourth step of rank 1 fails before a collective, as if an allocation did: before it
+    gathers tokens or slots, or in an MLP before its sum."""
+    options: dict[str, Any] = {"enable_lora": True} if enable_lora else {}
+    asked = [request(f"r{n}", [*range(3, 14 - n % 2)], max_tokens=20) for n in range(3)]
+    one = serve(loaded(**options), asked)
+    executor = joined(resolved_of(**TWO, **options), tmp_path / "store")
     executor.patience.seconds = 5.0
     [rank] = executor.ranks
     assert isinstance(rank, RankThread)
-    joint = cast(TorchExecutor, rank.executor)._joint
-    assert isinstance(joint, JointForward)
-    failures = iter(["no memory for the tokens of all ranks"])
-    for name in ("_gather_padded", "_gather_sum"):
-        gather = getattr(JointForward, name)
+    broken = cast(TorchExecutor, rank.executor)
+    assert broken._joint is not None
+    ranks, step = broken._joint._ranks, broken._step
+    nums_entered = [5, 2, 1, 0]  # collectives of the steps that fail
+    left: list[bool] = []  # one for each collective until the step fails
+    numbers = itertools.count()
 
-        def broken_once(own: JointForward, x: Tensor, *args: Any, gather: Any = gather) -> Any:
-            is_second = own is joint and own._num_done == 1 and len(x)
-            if is_second and (reason := next(failures, None)):
-                raise RuntimeError(reason)
-            return gather(own, x, *args)
+    def begin(batch: ScheduleBatch, ticket: StepTicket) -> None:
+        if nums_entered and next(numbers) % 4 == 0:
+            left.extend([True] * (nums_entered.pop() + 1))
+        step(batch, ticket)
 
-        monkeypatch.setattr(JointForward, name, broken_once)
+    def failing(work: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def enter(x: Tensor) -> Tensor:
+            if left and left.pop() and not left:
+                raise RuntimeError("there is no memory")
+            return work(x)
+
+        return enter
+
+    monkeypatch.setattr(broken, "_step", begin)
+    for name in ("sum", "concat"):
+        monkeypatch.setattr(ranks, name, failing(getattr(ranks, name)))
     two = serve(executor, asked, launches_ahead=True)
-    assert next(failures, None) is None
+    assert not nums_entered
+    assert two.num_resyncs == 4
     assert two.outputs == one.outputs
-    assert two.num_resyncs
 
 
 def test_a_diffusion_model_is_refused(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ compute each MLP together, of which every rank has a part.
 
 All ranks get the batches of all, so each of them knows how many tokens the others have, and nobody
 has to ask. A rank without rows, or whose step has failed, gives zeros or nothing for its tokens,
-and takes its part in every MLP: no rank waits for one that has nothing to do.
+and takes its part in every MLP: no rank waits for one that has nothing to do. A step that fails in
+an MLP leaves what has been gathered for it, and the end of the step goes on from there. So no rank
+gathers twice, and the others get the right sums.
 
 The tokens travel in one of two ways, which all ranks choose by the same numbers:
 
@@ -27,6 +29,7 @@ Source: SGLang's data-parallel attention (layers/dp_attention.py), which has bot
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -42,7 +45,7 @@ from aserve.gpu.parallel.collectives import Collectives
 class JointForward:
     """The tokens of all ranks in one step. It is written by the executor's thread alone."""
 
-    __slots__ = ("_counts", "_decoder", "_loras", "_num_done", "_ranks", "_slots")
+    __slots__ = ("_counts", "_decoder", "_gathered", "_loras", "_num_done", "_ranks", "_slots")
 
     def __init__(
         self, decoder: Decoder, ranks: Collectives, loras: LoraTables | None = None
@@ -50,9 +53,14 @@ class JointForward:
         self._decoder = decoder
         self._ranks = ranks
         self._loras = loras
-        self._slots: Tensor | None = None  # of the tokens of all ranks
         self._counts: tuple[int, ...] | None = None  # None: all have as many as this rank
-        self._num_done = 0  # MLPs of this step that this rank has begun
+        self._restart()
+
+    def _restart(self) -> None:
+        self._num_done = 0  # MLPs of this step that this rank has computed
+        self._slots: Tensor | None = None  # of the tokens of all ranks
+        # The tokens of all ranks for the MLP that runs, and the first row of this rank.
+        self._gathered: tuple[Tensor, int] | None = None
 
     @property
     def rank(self) -> int:
@@ -61,10 +69,14 @@ class JointForward:
     def begin(self, counts: tuple[int, ...]) -> None:
         """A step begins, in which the ranks have so many tokens."""
         self._counts = counts
-        self._num_done, self._slots = 0, None
+        self._restart()
 
     def finish(self) -> None:
-        """The step has ended. Takes this rank's part in the MLPs that it has not come to."""
+        """The step has ended. Takes this rank's part in the MLPs that it has not computed.
+
+        NOTE: a step that has failed between two collectives of one MLP, or behind its last one,
+        enters too many of them here, and the ranks lose each other.
+        """
         assert self._counts is not None
         decoder = self._decoder
         shape = (self._counts[self.rank], decoder.hidden_size)
@@ -77,20 +89,27 @@ class JointForward:
 
     def run(self, mlp: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """x [tokens of this rank, hidden] -> the same shape."""
+        if self._counts is None:
+            self._restart()
         counts = self._counts or (len(x),) * self._ranks.num_ranks
-        if not any(counts):
-            self._num_done += 1
-            return x
-        if self._loras is not None and (self._counts is None or self._slots is None):
-            self._slots = self._gather_slots(self._loras.slots_of(x), counts)
-        gather = self._gather_padded if pads_to_most(counts) else self._gather_sum
-        every, start = gather(x, counts)
-        self._num_done += 1  # NOTE: `finish` repeats a gather that failed: the others wait in it
-        if self._loras is None:
-            return mlp(every)[start : start + len(x)]
-        assert self._slots is not None
-        with self._loras.bound(self._slots):
-            return mlp(every)[start : start + len(x)]
+        if any(counts):
+            x = self._run(mlp, x, counts)
+        self._num_done += 1
+        return x
+
+    def _run(self, mlp: Callable[[Tensor], Tensor], x: Tensor, counts: Sequence[int]) -> Tensor:
+        loras = self._loras
+        if loras is not None and self._slots is None:
+            self._slots = self._gather_slots(loras.slots_of(x), counts)
+        if self._gathered is None:
+            gather = self._gather_padded if pads_to_most(counts) else self._gather_sum
+            self._gathered = gather(x, counts)
+        every, start = self._gathered
+        bound = nullcontext() if loras is None or self._slots is None else loras.bound(self._slots)
+        with bound:
+            own = mlp(every)[start : start + len(x)]
+        self._gathered = None
+        return own
 
     def _gather_padded(self, x: Tensor, counts: Sequence[int]) -> tuple[Tensor, int]:
         """Returns [ranks * most, hidden], and the first row of this rank."""
