@@ -14,10 +14,14 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from aserve.config import Facts, Raw, Resolved, resolve
 from aserve.engine_core import LocalExecutor
-from aserve.errors import EngineDead
+from aserve.errors import ConfigError, EngineDead
+from aserve.gpu.models.base import LoadPlan
+from aserve.gpu.models.load import make_loader
+from aserve.gpu.weights.source import ONE_STAGE, ExpertPart, Shard, Stage, Target
 from aserve.load import load_executor
 from aserve.messages.changes import CheckWeights, EngineJob, LoadLora, LoadWeights
 from aserve.messages.requests import AdmitRequest
@@ -219,3 +223,23 @@ async def test_a_killed_rank_ends_the_engine_at_once() -> None:
     assert isinstance(reason, EngineDead)
     assert str(reason) == "rank 1 was ended by SIGKILL"
     assert rank.process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("shard", "stage"),
+    [
+        (Shard(0, 2), ONE_STAGE),
+        (Shard(0, 2, experts=ExpertPart(0, 2)), ONE_STAGE),
+        (Shard(0, 2, has_own_rows=True), ONE_STAGE),
+        (Shard(), Stage(0, 2)),
+    ],
+    ids=["tensor parallel", "expert parallel", "data parallel", "pipeline parallel"],
+)
+def test_ranks_refuse_a_diffusion_model_before_any_weight_is_read(
+    shard: Shard, stage: Stage
+) -> None:
+    """It would be refused for its size, too, which is looked at before any weight is read."""
+    loader, _ = make_loader(MODELS_DIR / "dllm")
+    target = Target(memory_bytes=0, shard=shard, stage=stage)
+    with pytest.raises(ConfigError, match=r"is a diffusion language model.*--enable-dp-attention"):
+        loader.load(LoadPlan(torch.float32, target=target))

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from aserve.errors import ConfigError
+from aserve.gpu.kv.layer_groups import Mask
 from aserve.gpu.models.base import CausalModel, LoadPlan, ModelLoader
 from aserve.gpu.models.config.fields import Fields
 from aserve.gpu.models.config.model import (
@@ -69,8 +70,8 @@ class NativeLoader:
         return self._inventory(torch.float32, self.config).num_weights
 
     def load(self, plan: LoadPlan) -> CausalModel:
+        self._check_ranks(plan.target)
         build, shard = self.family.build, shard_of(self.config, plan.target.shard)
-        self._check_stages(plan.target.stage)
         target = for_stage(dataclasses.replace(plan.target, shard=shard), self.config)
         config = rank_config(self.config, shard)
         context_len = config.context_len(plan.max_model_len or self.default_len)
@@ -115,12 +116,24 @@ class NativeLoader:
         whole = self._inventory(own.dtype, self.config)
         return without_others(self._own_name, stage_layers(stage, self.config), whole, own)
 
-    def _check_stages(self, stage: Stage) -> None:
-        if stage.count > 1 and not isinstance(self.family, DecoderFamily):
+    def _check_ranks(self, target: Target) -> None:
+        """Refuses a model that is not divided among ranks, or not into stages."""
+        is_staged, architecture = target.stage.count > 1, self.config.architecture
+        if is_staged and not isinstance(self.family, DecoderFamily):
             raise ConfigError(
-                f"{self.config.architecture} cannot be divided into stages; leave out "
-                "--pipeline-parallel-size",
+                f"{architecture} cannot be divided into stages; leave out --pipeline-parallel-size",
                 param="pipeline_parallel_size",
+            )
+        if not is_staged and target.shard.num_ranks == 1:
+            return
+        weights = Inventory(torch.float32)
+        whole = self.family.build(self.config, weights, max_model_len=1)
+        if any(layer.mask is Mask.BLOCK_CAUSAL for layer in whole.layers):
+            raise ConfigError(
+                f"{architecture} is a diffusion language model, which cannot be divided among "
+                "ranks; leave out --tensor-parallel-size, --pipeline-parallel-size, "
+                "--expert-parallel-size and --enable-dp-attention",
+                param="pipeline_parallel_size" if is_staged else "tensor_parallel_size",
             )
 
     def _inventory(
