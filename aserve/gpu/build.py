@@ -192,9 +192,6 @@ def build_on(
         beside={
             "--speculative-algorithm": options.speculative is not None,
             "--enable-two-batch-overlap": options.two_batches,
-            "--enable-dp-attention": options.data_parallel,
-            "--pipeline-parallel-size": options.pipeline != UNDIVIDED,
-            "--tensor-parallel-size": options.ranks.num_ranks > 1,
         },
     )
     speculative = options.speculative

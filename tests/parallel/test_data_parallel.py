@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import os
 import random
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +20,7 @@ from torch import Tensor
 from aserve.engine_core import LocalExecutor
 from aserve.errors import ConfigError
 from aserve.gpu.executor import TorchExecutor
-from aserve.gpu.parallel.joint import JointForward, pads_to_most
+from aserve.gpu.parallel.joint import pads_to_most
 from aserve.gpu.step.ticket import StepTicket
 from aserve.messages.base import array_f32, array_i32, num_values, pack_i32
 from aserve.messages.changes import LoadLora, LoadWeights
@@ -204,18 +202,6 @@ def test_steps_that_fail_between_collectives_are_tried_again_and_no_rank_waits(
     assert not nums_entered
     assert two.num_resyncs == 4
     assert two.outputs == one.outputs
-
-
-def test_a_diffusion_model_is_refused(tmp_path: Path) -> None:
-    """NOTE: experts of the bundled one have no sizes that two ranks can divide."""
-    folder = tmp_path / "model"
-    shutil.copytree(MODELS_DIR / "dllm", folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "moe_intermediate_size": 64}))
-    for options in (TWO, {"pipeline_parallel_size": 2}):
-        asked = resolved_of(**options, load_format="dummy")
-        with pytest.raises(ConfigError, match="does not go with a diffusion language model"):
-            joined(asked, tmp_path / str(len(options)), folder)
 
 
 async def test_tokens_are_those_of_one_rank_until_a_rank_stops() -> None:
