@@ -1,7 +1,7 @@
-"""Writes short server-sent events to a connection at once, outside of the handler of its request.
+"""Writes to a client's connection at once, outside of the handler of its request.
 
-It is the fast way of a streamed token. All else goes by the handler (sse.py), which waits for a
-client that reads slowly.
+It is the fast way of a streamed token, and of a replica's answer through the router. All else goes
+by the handler (sse.py), which waits for a client that reads slowly.
 """
 
 from __future__ import annotations
@@ -35,12 +35,21 @@ class DirectWriter:
         self._writer = writer
         self._is_chunked = writer.chunked
 
+    @property
+    def is_gone(self) -> bool:
+        transport = self._protocol.transport
+        return transport is None or transport.is_closing()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the client must be waited for."""
+        return self._protocol.writing_paused
+
     def takes(self, chunk: OutputChunk) -> bool:
         """Whether a chunk is short, and the connection takes it without a wait."""
-        transport = self._protocol.transport
-        if transport is None or self._protocol.writing_paused:
+        if self.is_full or self.is_gone:
             return False
-        return not chunk.logprobs and chunk.prompt is None and not transport.is_closing()
+        return not chunk.logprobs and chunk.prompt is None
 
     def send(self, payloads: Iterable[bytes]) -> None:
         """Sends events to a connection that takes them."""
@@ -49,7 +58,7 @@ class DirectWriter:
             self.write(frame(data))
 
     def write(self, data: bytes) -> None:
-        """Writes whole events to a connection that takes them."""
+        """Writes part of an answer's body, such as whole events, to a connection that is there."""
         if not data:
             return  # an empty chunk would end the answer
         if self._is_chunked:

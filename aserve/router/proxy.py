@@ -22,10 +22,12 @@ from dataclasses import dataclass, field
 import aiohttp
 import msgspec
 from aiohttp import hdrs, web
+from aiohttp.http import StreamWriter
 
 from aserve.config import RouterOptions
 from aserve.errors import EngineDead, ErrorInfo
 from aserve.http.anthropic.messages import anthropic_error
+from aserve.http.direct import DirectWriter
 from aserve.http.errors import RequestFailed, error_body
 from aserve.http.forwarding import end_to_end, pump_both
 from aserve.router.balancer import Balancer
@@ -41,7 +43,6 @@ logger = logging.getLogger(__name__)
 TRY_ANOTHER = frozenset({502, 503})
 RETRY_AFTER_S = 2.0
 TAIL_BYTES = 4096
-UNSENT_BYTES = 1 << 16  # of an answer, in the client's transport; above it the replica is not read
 EVENT_STREAM = "text/event-stream"
 # The last event of a stream of each API.
 LAST_EVENT = re.compile(
@@ -105,36 +106,32 @@ class Exchange:
 
 
 class ClientStream:
-    """The client's side of an answer whose head is prepared. `last` is the piece sent last.
-
-    WHY: `StreamResponse.write` is a coroutine, so that each piece would wake a task. Behind the
-    first piece, with which the head goes out, `write` gives the transport the same bytes.
+    """The client's side of an answer whose head is prepared. `last` is the piece sent last. Behind
+    the first piece, with which the head goes out, no task is woken for a piece.
     """
 
-    def __init__(self, exchange: Exchange, response: web.StreamResponse) -> None:
+    def __init__(self, exchange: Exchange, writer: StreamWriter) -> None:
         self.last = b""
         self._exchange = exchange
-        self._response = response
-        self._transport = exchange.request.transport
-        self._is_chunked = hdrs.TRANSFER_ENCODING in response.headers
+        self._writer = writer
+        self._direct = DirectWriter(exchange.request.protocol, writer)
 
     async def begin(self, piece: bytes) -> None:
-        await self._response.write(piece)
+        await self._writer.write(piece)
         self._note(piece)
 
     def write(self, piece: bytes) -> bool:
         """Returns False if the client must be waited for, by `drain`."""
-        transport = self._transport
-        if transport is None or transport.is_closing():
+        if self._direct.is_gone:
             return False
-        transport.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self._is_chunked else piece)
+        self._direct.write(piece)
         self._note(piece)
-        return transport.get_write_buffer_size() <= UNSENT_BYTES
+        return not self._direct.is_full
 
     async def drain(self) -> None:
-        if self._transport is None or self._transport.is_closing():
+        if self._direct.is_gone:
             raise ConnectionResetError("the client has gone")
-        await self._exchange.request.writer.drain()
+        await self._writer.drain()
 
     def _note(self, piece: bytes) -> None:
         self.last = piece
@@ -258,25 +255,26 @@ class Proxy:
             exchange.keep(first)
             return web.Response(body=first, status=status, reason=reason, headers=headers)
         response = web.StreamResponse(status=status, reason=reason, headers=headers)
-        await response.prepare(request)
-        client = ClientStream(exchange, response)
+        writer = await response.prepare(request)
+        assert isinstance(writer, StreamWriter), "aiohttp's, for a request that it has parsed"
+        client = ClientStream(exchange, writer)
         try:
             if first:
                 await client.begin(first)
             while not await answer.pipe(client.write):
                 await client.drain()
-        except (AnswerBroken, TimeoutError) as error:
-            self._balancer.failed(name)
-            self._metrics.broken.labels(name).inc()
-            logger.warning("answer broken replica=%s cause=%s", name, error)
-            last = _last_events(request.path, answer, client.last)
-            if last is not None:
-                await response.write(last)
-                await response.write_eof()
-                return response
-            if request.transport is not None:
-                request.transport.abort()
-            raise ConnectionResetError("the replica ended within its answer") from error
+        except (AnswerBroken, TimeoutError, web.RequestPayloadError) as error:
+            last = None
+            if not isinstance(error, web.RequestPayloadError):  # which is the client's
+                self._balancer.failed(name)
+                self._metrics.broken.labels(name).inc()
+                logger.warning("answer broken replica=%s cause=%s", name, error)
+                last = _last_events(request.path, answer, client.last)
+            if last is None:
+                if request.transport is not None:
+                    request.transport.abort()
+                raise ConnectionResetError("the answer was cut") from error
+            await response.write(last)
         await response.write_eof()
         return response
 
