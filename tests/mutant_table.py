@@ -631,8 +631,8 @@ MUTANTS = (
     Mutant(
         "a window that is taken for one token longer",
         "aserve/gpu/spec/verify.py",
-        "is_real = places < sizes[:, None]",
-        "is_real = places <= sizes[:, None]",
+        "is_real = indices < sizes[:, None]",
+        "is_real = indices <= sizes[:, None]",
         SPECULATION,
     ),
     Mutant(
@@ -702,8 +702,8 @@ MUTANTS = (
     Mutant(
         "the KV of an accepted path that stays where its nodes are",
         "aserve/gpu/spec/verify.py",
-        "for places in (paths, depths.expand_as(paths))",
-        "for places in (paths, paths)",
+        "for indices in (paths, depths.expand_as(paths))",
+        "for indices in (paths, paths)",
         SPECULATION,
     ),
     Mutant(
@@ -1169,8 +1169,8 @@ MUTANTS = (
     Mutant(
         "a full buffer that is written to at once",
         "aserve/http/direct.py",
-        "if transport is None or self._protocol.writing_paused:",
-        "if transport is None:",
+        "if self.is_full or self.is_gone:",
+        "if self.is_gone:",
         DIRECT,
     ),
     Mutant(

@@ -233,16 +233,16 @@ class ModelRunner:
         """Keeps the logits of held rows, and what a drafter reads, until their Sample."""
         if not len(step.plan.held_rows):
             return
-        places = step.arrays.ints("held_tokens")
-        logits = self.model.logits(hidden.index_select(0, places))
-        kept = tuple(values.index_select(0, places) for values in features)
-        self.held.keep(HeldStep.of(step, places, logits, kept))
+        indices = step.arrays.ints("held_tokens")
+        logits = self.model.logits(hidden.index_select(0, indices))
+        kept = tuple(values.index_select(0, indices) for values in features)
+        self.held.keep(HeldStep.of(step, indices, logits, kept))
 
     def sample_held(self, sample: HeldSample, paths: TreePaths | None = None) -> Sampled:
         held, kept = sample.origin, sample.kept
-        batch, places = held.step.batch, held.places.index_select(0, kept)
+        batch, indices = held.step.batch, held.indices.index_select(0, kept)
         rows, positions = (
-            values.index_select(0, places) for values in (batch.token_rows, batch.token_positions)
+            values.index_select(0, indices) for values in (batch.token_rows, batch.token_positions)
         )
         return sample_slices(
             self._sampler,

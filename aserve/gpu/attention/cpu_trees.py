@@ -52,9 +52,9 @@ def node_rows(
     paths = np.sort(np.where(seen, order, longest - 1), axis=1)
     lens = prefix_lens + seen.sum(axis=1)
     columns = np.arange(int(lens.max()))
-    places = columns - prefix_lens[:, None]
-    inside = np.take_along_axis(paths, places.clip(0, longest - 1), axis=1)
-    positions = np.where(places < 0, columns, prefix_lens[:, None] + inside)
+    indices = columns - prefix_lens[:, None]
+    inside = np.take_along_axis(paths, indices.clip(0, longest - 1), axis=1)
+    positions = np.where(indices < 0, columns, prefix_lens[:, None] + inside)
     positions = positions.clip(max=(prefix_lens + query_lens - 1)[:, None])
     pages, offsets = positions // page_size, positions % page_size
     own_rows = batch.rows.numpy()[rows][:, None]

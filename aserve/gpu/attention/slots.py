@@ -53,12 +53,12 @@ def attend_slots(q: Tensor, kv: LayerKv, chosen: Chosen, layer: LayerSpec) -> Te
     """The reference `AttendSlots`, in plain torch. Scores are float32 at least."""
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty((*q.shape[:2], layer.out_dim))
-    places = torch.arange(chosen.slots.shape[1], device=q.device)
+    indices = torch.arange(chosen.slots.shape[1], device=q.device)
     for tokens in tiles(len(q), chosen.slots.shape[1] * layer.head_dim):
         stored = byte_view(kv.keys)[chosen.slots[tokens], 0].view(kv.keys.dtype)
         keys = from_kv_dtype(stored, wide, kv.scales[0])  # [tile, most keys, r + d_rope]
         scores = torch.einsum("thd,tkd->thk", q[tokens].to(wide), keys) * layer.scale
-        is_chosen = places < chosen.lens[tokens, None]
+        is_chosen = indices < chosen.lens[tokens, None]
         weights = scores.masked_fill(~is_chosen[:, None], -torch.inf).softmax(dim=-1)
         values = keys[..., : layer.out_dim].masked_fill(~is_chosen[..., None], 0)
         out[tokens] = torch.einsum("thk,tkr->thr", weights, values).to(q.dtype)
@@ -68,9 +68,9 @@ def attend_slots(q: Tensor, kv: LayerKv, chosen: Chosen, layer: LayerSpec) -> Te
 def score_keys(index: IndexInputs, keys: Tensor, paged: PagedRows) -> Tensor:
     """The reference `ScoreKeys`, in plain torch. Undefined scores are those of slot 0."""
     parts: list[Tensor] = []
-    places = torch.arange(paged.max_len, device=keys.device)
+    indices = torch.arange(paged.max_len, device=keys.device)
     for tokens in tiles(len(index.q), paged.max_len * keys.shape[1]):
-        positions = places * (places < paged.lens[tokens, None])
+        positions = indices * (indices < paged.lens[tokens, None])
         pages = paged.page_table[paged.rows[tokens, None], positions // paged.page_size]
         slots = pages * paged.page_size + positions % paged.page_size
         parts.append(index.select(tokens).scores(keys[slots]))

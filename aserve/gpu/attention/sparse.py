@@ -82,10 +82,10 @@ class IndexKeys:
         start = 0
         for row, query_len in enumerate(map(int, batch.query_lens_cpu)):
             keys = self._of_row(layer, batch, row)
-            places = torch.arange(len(keys), device=keys.device)
+            indices = torch.arange(len(keys), device=keys.device)
             for tile in tiles(query_len, len(keys) * index.q.shape[1]):
                 tokens = slice(start + tile.start, start + tile.stop)
-                is_seen = places <= batch.cache_positions[tokens, None]
+                is_seen = indices <= batch.cache_positions[tokens, None]
                 best = best_keys(index.select(tokens).scores(keys), is_seen, most)
                 chosen[tokens, : best.shape[1]] = best.masked_fill(best == len(keys), beyond)
             start += query_len
@@ -98,7 +98,7 @@ class IndexKeys:
         what the device knows of it."""
         pools, parts = self._pools, list[Tensor]()
         table = pools.page_tables[pools.layers[layer.index].group]
-        places = torch.arange(beyond, device=batch.rows.device)
+        indices = torch.arange(beyond, device=batch.rows.device)
         ends = torch.arange(batch.num_tokens + 1, device=batch.rows.device)
         for tile in tiles(batch.num_tokens, beyond):
             positions = batch.cache_positions[tile]
@@ -107,7 +107,7 @@ class IndexKeys:
                 ends[: len(positions) + 1], max_len=beyond,
             )  # fmt: skip
             scores = self._score_keys(index.select(tile), self._keys[layer.index], paged)
-            parts.append(best_keys(scores, places <= positions[:, None], layer.index_top_k))
+            parts.append(best_keys(scores, indices <= positions[:, None], layer.index_top_k))
         return torch.cat(parts)
 
     def _of_row(self, layer: LayerSpec, batch: ForwardBatch, row: int) -> Tensor:

@@ -102,8 +102,8 @@ class Drafts:
 class Verified:
     """The outcome of a step's verification, for its n sampled rows. Tensors are int64.
 
-    `paths[i, d]` is the place of the accepted node of depth d in the row's window, whose root has
-    place 0; `starts` are the places of the roots among the step's tokens. From `counts` on, paths
+    `paths[i, d]` is the index of the accepted node of depth d in the row's window, whose root has
+    index 0; `starts` are the indices of the roots among the step's tokens. From `counts` on, paths
     and tokens are arbitrary, but valid. In the pools, the accepted path is compacted already.
     """
 

@@ -108,10 +108,10 @@ def extend_inputs(step: DeviceStep, verified: Verified, relay: FutureMap) -> Ext
         depths = torch.arange(verified.paths.shape[1], device=verified.paths.device)
         is_used = depths < verified.counts[:, None]
         starts = verified.starts[:, None]
-        places = (starts + torch.where(is_used, depths, 0)).flatten()
+        indices = (starts + torch.where(is_used, depths, 0)).flatten()
         sources = (starts + torch.where(is_used, verified.paths, 0)).flatten()
-        order = torch.arange(batch.num_tokens, device=places.device)
-        order.index_copy_(0, places, sources)
+        order = torch.arange(batch.num_tokens, device=indices.device)
+        order.index_copy_(0, indices, sources)
         features = tuple(values.index_select(0, order) for values in features)
         batch = dataclasses.replace(
             batch.overridden(ForwardOverrides(), is_debug=batch.is_debug),
@@ -128,9 +128,9 @@ def extend_inputs(step: DeviceStep, verified: Verified, relay: FutureMap) -> Ext
 
 
 def set_drawn(next_ids: Tensor, starts: Tensor, verified: Verified) -> None:
-    """Writes the drawn tokens behind the accepted ones, which begin at the places `starts`."""
+    """Writes the drawn tokens behind the accepted ones, which begin at the indices `starts`."""
     depths = torch.arange(verified.tokens.shape[1], device=starts.device)
     is_used = depths < verified.counts[:, None]
-    places = starts[:, None] + torch.where(is_used, depths, 0)
+    indices = starts[:, None] + torch.where(is_used, depths, 0)
     drawn = torch.where(is_used, verified.tokens, verified.tokens[:, :1])
-    next_ids.index_copy_(0, places.flatten(), drawn.flatten())
+    next_ids.index_copy_(0, indices.flatten(), drawn.flatten())

@@ -41,7 +41,7 @@ class Level:
 
     parents: Tensor  # int64 [nodes], the place of each node's parent among the last that go on
     ranks: Tensor  # int64 [nodes]
-    goes_on: Tensor  # int64 [m], places of the nodes that go on
+    goes_on: Tensor  # int64 [m], indices of the nodes that go on
     # Of all nodes that go on, down to this level:
     levels: Tensor  # int64 [k], 0 for the first one
     mask: Tensor  # bool [k, k], which of them each of them sees
@@ -102,8 +102,8 @@ class FixedGrowth:
 
     def grow(self, tokens: Tensor, scores: Tensor) -> Tensor:
         self._add(tokens)
-        places = self._level.parents.index_select(0, self._level.goes_on)
-        return places.expand(len(tokens), -1)
+        indices = self._level.parents.index_select(0, self._level.goes_on)
+        return indices.expand(len(tokens), -1)
 
     def best(self, num_drafts: int) -> Drafts:
         parents = self._tree.parents[:num_drafts].expand(len(self.tokens), -1)

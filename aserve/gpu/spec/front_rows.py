@@ -125,20 +125,20 @@ class FrontRows:
         `features`, and arbitrary ones behind them."""
         rows = made.token_to_row
         kept = relay.read(HIDDEN, own.rows).flatten(0, 1)
-        places = torch.arange(made.num_tokens, device=rows.device) - shift.index_select(0, rows)
+        indices = torch.arange(made.num_tokens, device=rows.device) - shift.index_select(0, rows)
         distance = made.cache_positions - own.kv_lens.index_select(0, rows)
         index = torch.where(
             distance < 0,
             (rows + 1) * self._num + distance,
-            len(kept) + places.minimum(own.cu_query_lens.index_select(0, rows + 1) - 1),
+            len(kept) + indices.minimum(own.cu_query_lens.index_select(0, rows + 1) - 1),
         )
         return torch.cat((kept, features)).index_select(0, index)
 
     def _keep(self, relay: FutureMap, rows: Tensor, hidden: Tensor, ends: Tensor) -> None:
-        """Keeps the hidden states before the places `ends`, int64 [rows]."""
-        places = ends[:, None] + torch.arange(-self._num, 0, device=rows.device)
-        kept = hidden.index_select(0, places.clamp_(min=0).flatten())
-        relay.write(HIDDEN, rows, kept.unflatten(0, places.shape))
+        """Keeps the hidden states before the indices `ends`, int64 [rows]."""
+        indices = ends[:, None] + torch.arange(-self._num, 0, device=rows.device)
+        kept = hidden.index_select(0, indices.clamp_(min=0).flatten())
+        relay.write(HIDDEN, rows, kept.unflatten(0, indices.shape))
 
 
 def _final_lens(step: DeviceStep, verified: Verified) -> Tensor:

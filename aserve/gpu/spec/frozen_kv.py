@@ -188,8 +188,8 @@ class ClusteredHead:
             fields.refuse("num_centroids", expected=f"a divisor of {vocab_size} tokens")
         parts = {"masked_embedding.centroids": self._num}
         self._centroids = source.linear(parts, in_features=hidden_size, bias=False)
-        places = torch.arange(vocab_size, device=token_ordering.device)
-        clusters = torch.div(places, vocab_size // self._num, rounding_mode="floor")
+        indices = torch.arange(vocab_size, device=token_ordering.device)
+        clusters = torch.div(indices, vocab_size // self._num, rounding_mode="floor")
         self._cluster_of = torch.empty_like(clusters).index_copy_(0, token_ordering, clusters)
 
     def over(self, head: LinearOp) -> LinearOp:

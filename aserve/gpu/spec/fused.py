@@ -127,7 +127,7 @@ class KeptTokens:
     """The tokens of a step without rejected drafts, row after row, on the host."""
 
     rows: FusedRows
-    places: Tensor  # int64 [kept], among the step's tokens
+    indices: Tensor  # int64 [kept], among the step's tokens
     last: Int64s  # [rows], the index of each row's last token among the kept ones
     next_ids: Int64s  # [kept], the token after each
     is_sampled: BoolArray  # [rows]
@@ -143,13 +143,13 @@ class KeptTokens:
 def kept_tokens(plan: StepPlan, windows: FusedWindows, relay: FutureMap) -> KeptTokens:
     rows, query_lens = plan.rows.astype(np.int64), windows.lens - windows.kv_lens
     starts, ends = plan.query_lens.cumsum() - plan.query_lens, query_lens.cumsum()
-    places = np.repeat(starts - (ends - query_lens), query_lens) + np.arange(ends[-1])
-    next_ids = windows.token_ids[np.minimum(places + 1, len(windows.token_ids) - 1)]
+    indices = np.repeat(starts - (ends - query_lens), query_lens) + np.arange(ends[-1])
+    next_ids = windows.token_ids[np.minimum(indices + 1, len(windows.token_ids) - 1)]
     is_sampled = windows.counts > 0
     drawn = relay.table(LAST_TOKEN).numpy()[rows]
     next_ids[ends - 1] = np.where(is_sampled, drawn, plan.next_ids)
     own = FusedRows(rows, windows.lens, query_lens)
-    return KeptTokens(own, torch.from_numpy(places), ends - 1, next_ids, is_sampled)
+    return KeptTokens(own, torch.from_numpy(indices), ends - 1, next_ids, is_sampled)
 
 
 def exact_lens(plan: StepPlan, relay: FutureMap) -> Int64s:

@@ -52,5 +52,5 @@ class FusedBlock:
 
     def extend(self, plan: StepPlan, windows: FusedWindows, features: tuple[Tensor, ...]) -> None:
         kept = kept_tokens(plan, windows, self._relay)
-        own = tuple(values.index_select(0, kept.places) for values in features)
+        own = tuple(values.index_select(0, kept.indices) for values in features)
         self._model.store(self._context(own), kept.rows)

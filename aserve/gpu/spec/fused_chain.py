@@ -41,9 +41,9 @@ class FusedTokens:
             return
         lens = num_new[has_new]
         ends = (query_lens.cumsum() - query_lens + num_kept)[has_new]
-        places = np.repeat(ends - lens.cumsum(), lens) + np.arange(lens.sum())
+        indices = np.repeat(ends - lens.cumsum(), lens) + np.arange(lens.sum())
         own = FusedRows(plan.rows[has_new].astype(np.int64), windows.lens[has_new], lens)
-        self._model.forward(windows.token_ids[places], own)
+        self._model.forward(windows.token_ids[indices], own)
 
 
 class FusedRecurrent:
@@ -62,7 +62,7 @@ class FusedRecurrent:
 
     def extend(self, plan: StepPlan, windows: FusedWindows, features: tuple[Tensor, ...]) -> None:
         kept = kept_tokens(plan, windows, self._relay)
-        hidden = self._fuse(tuple(values.index_select(0, kept.places) for values in features))
+        hidden = self._fuse(tuple(values.index_select(0, kept.indices) for values in features))
         outputs = self._model.forward(kept.next_ids, kept.rows, hidden)
         self._relay.write(self._field, *kept.of_last(outputs))
 
@@ -83,7 +83,7 @@ class FusedFrozen:
     def extend(self, plan: StepPlan, windows: FusedWindows, features: tuple[Tensor, ...]) -> None:
         (hidden,) = features
         kept = kept_tokens(plan, windows, self._relay)
-        self._relay.write(self._field, *kept.of_last(hidden.index_select(0, kept.places)))
+        self._relay.write(self._field, *kept.of_last(hidden.index_select(0, kept.indices)))
 
 
 def fuse_tokens(

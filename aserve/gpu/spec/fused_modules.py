@@ -51,12 +51,12 @@ class FusedModules:
         hidden = self._hidden_states(kept, windows, own, joined)
         self._keep(own, hidden)
         sampled = np.flatnonzero(kept.is_sampled)
-        last, places = ends[sampled] - 1, torch.from_numpy(ends[sampled] - 1)
+        last, indices = ends[sampled] - 1, torch.from_numpy(ends[sampled] - 1)
         drafts = relay.table(NEXT_DRAFTS).numpy()
         for depth, model in enumerate(self._models):
             hidden = model.forward(ids, own, hidden)
             roots = windows.lens[sampled]
-            last_hidden = hidden.index_select(0, places)
+            last_hidden = hidden.index_select(0, indices)
             drawn = model.draw(last_hidden, rows[sampled], roots + 1 + depth, roots)
             drafts[rows[sampled], depth] = drawn
             ids = np.roll(ids, -1)
@@ -94,14 +94,14 @@ class FusedModules:
         index = np.where(
             offsets < 0,
             (row + 1) * num + offsets,
-            len(fronts) + kept.places.numpy()[kept.rows.starts[row] + np.maximum(offsets, 0)],
+            len(fronts) + kept.indices.numpy()[kept.rows.starts[row] + np.maximum(offsets, 0)],
         )
         return torch.cat((fronts, features)).index_select(0, torch.from_numpy(index))
 
     def _keep(self, own: FusedRows, hidden: Tensor) -> None:
         """Keeps the hidden states of the last positions, which are front rows of the next step."""
         ends = own.query_lens.cumsum()
-        places = np.maximum(ends[:, None] + np.arange(-self._num_fronts, 0), 0)
-        kept = hidden.index_select(0, torch.from_numpy(places.ravel()))
+        indices = np.maximum(ends[:, None] + np.arange(-self._num_fronts, 0), 0)
+        kept = hidden.index_select(0, torch.from_numpy(indices.ravel()))
         rows = torch.from_numpy(own.rows)
-        self._state.relay.write(HIDDEN, rows, kept.unflatten(0, places.shape))
+        self._state.relay.write(HIDDEN, rows, kept.unflatten(0, indices.shape))

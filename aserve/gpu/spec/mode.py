@@ -182,9 +182,9 @@ class Speculative:
         return packed.with_drafts(*(runner.relay.read(name, held) for name in names))
 
     def sample_held(self, runner: StepRunner, held: HeldSample, publish: OnPublish) -> Packed:
-        places = held.origin.places.index_select(0, held.kept)
+        indices = held.origin.indices.index_select(0, held.kept)
         features = tuple(values.index_select(0, held.kept) for values in held.origin.features)
-        batch = _held_batch(held, held.origin.step.batch, places)
+        batch = _held_batch(held, held.origin.step.batch, indices)
         step = DeviceStep(held.plan, held.arrays, runner.init_forward(batch))
         step, tree = self._with_tree(runner, step, None)
         sampled = runner.sample_held(held, None if tree is None else tree.paths_of(step))
@@ -251,17 +251,17 @@ def _lens_after(step: DeviceStep, windows: Windows, accepted: Accepted) -> Tenso
     return step.batch.lens.index_add(0, row_of_token, -num_rejected)
 
 
-def _held_batch(held: HeldSample, batch: ForwardBatch, places: Tensor) -> DeviceBatch:
-    """Returns the windows of held rows, whose tokens have these places in the step's batch."""
+def _held_batch(held: HeldSample, batch: ForwardBatch, indices: Tensor) -> DeviceBatch:
+    """Returns the windows of held rows, whose tokens have these indices in the step's batch."""
     ints, plan = held.arrays.ints, held.plan
     ends = ints("query_lens").cumsum(0)
-    roots = places.index_select(0, ends - ints("query_lens"))
+    roots = indices.index_select(0, ends - ints("query_lens"))
     return DeviceBatch(
         iteration=plan.iteration,
         rows=ints("rows"),
         query_lens=ints("query_lens"),
         kv_lens=batch.cache_positions.index_select(0, roots),
-        input_ids=batch.input_ids.index_select(0, places),
+        input_ids=batch.input_ids.index_select(0, indices),
         token_to_row=ints("token_to_row"),
         offsets=ints("offsets"),
         query_lens_cpu=plan.query_lens,

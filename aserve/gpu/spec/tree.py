@@ -31,10 +31,10 @@ class TreeOfStep:
         """Returns the tokens on the path to each logits row, if penalties or bans count them."""
         if not any(len(part.penalised) or part.bans for part in step.plan.logits.slices):
             return None
-        batch, places = step.batch, step.arrays.ints("logits_tokens")
-        rows = batch.token_to_row.index_select(0, places)
+        batch, indices = step.batch, step.arrays.ints("logits_tokens")
+        rows = batch.token_to_row.index_select(0, indices)
         width = self.node_masks.shape[1]
-        nodes = step.arrays.ints("offsets").index_select(0, places)
+        nodes = step.arrays.ints("offsets").index_select(0, indices)
         starts = batch.cu_query_lens.index_select(0, rows)
         # An ancestor comes before its descendants, so the nodes that a node sees, in their order,
         # are its path. A sort puts them first.
@@ -43,7 +43,7 @@ class TreeOfStep:
         path = order.sort(dim=1).values.clamp(max=width - 1)
         is_window = (step.arrays.ints("num_drafts") > 0).index_select(0, rows)
         # The path of a token that is in no tree is that token.
-        index = torch.where(is_window[:, None], starts[:, None] + path, places[:, None])
+        index = torch.where(is_window[:, None], starts[:, None] + path, indices[:, None])
         position = batch.kv_lens.index_select(0, rows) + torch.where(is_window, 0, nodes)
         return TreePaths(position, batch.input_ids[index.clamp(max=batch.num_tokens - 1)])
 

@@ -114,9 +114,9 @@ class TreeGrowth:
         best = _best(totals.flatten(1), topk)
         self._frontier = best + num_before + 1
         self.tokens = torch.cat((self.tokens, tokens.flatten(1).gather(1, best)), dim=1)
-        places = best // topk
-        self._widen(places)
-        return places
+        indices = best // topk
+        self._widen(indices)
+        return indices
 
     def best(self, num_drafts: int) -> Drafts:
         """Returns the best nodes in the order in which they were made."""
@@ -126,16 +126,16 @@ class TreeGrowth:
         numbers = torch.searchsorted(chosen + 1, parents) + 1
         return Drafts(self._tokens.gather(1, chosen), torch.where(parents > 0, numbers, 0))
 
-    def _widen(self, places: Tensor) -> None:
+    def _widen(self, indices: Tensor) -> None:
         """A new node sees its parent and what that sees, and itself."""
-        topk = places.shape[1]
+        topk = indices.shape[1]
         width = self.mask.shape[1] + topk
-        index = places[:, :, None].expand(-1, -1, self.mask.shape[1])
+        index = indices[:, :, None].expand(-1, -1, self.mask.shape[1])
         seen = self.mask[:, -topk:].gather(1, index)
         self.mask = functional.pad(torch.cat((self.mask, seen), dim=1), (0, topk))
-        self.mask |= torch.eye(width, dtype=torch.bool, device=places.device)
+        self.mask |= torch.eye(width, dtype=torch.bool, device=indices.device)
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
-    """The places of the `count` largest scores, int64 [n, count]; the first among equal ones."""
+    """The indices of the `count` largest scores, int64 [n, count]; the first among equal ones."""
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]

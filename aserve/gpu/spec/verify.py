@@ -48,10 +48,10 @@ def windows_of(
     width = int(plan.windows.max(initial=1))
     logits_tokens, sizes = step.arrays.ints("logits_tokens"), step.arrays.ints("windows")
     firsts = sizes.cumsum(0) - sizes
-    places = torch.arange(width, device=tokens.device)
-    index = (firsts[:, None] + places).clamp_(max=max(len(tokens) - 1, 0))
+    indices = torch.arange(width, device=tokens.device)
+    index = (firsts[:, None] + indices).clamp_(max=max(len(tokens) - 1, 0))
     input_ids = step.batch.input_ids.index_select(0, logits_tokens)
-    is_real = places < sizes[:, None]
+    is_real = indices < sizes[:, None]
     if is_open is not None:
         is_real = is_real & is_open[index]
     return Windows(
@@ -82,8 +82,8 @@ def accept_chain(windows: Windows) -> Accepted:
     """A draft is accepted if it and all before it equal what was drawn in their places."""
     is_right = (windows.node_ids[:, 1:] == windows.drawn[:, :-1]) & windows.is_real[:, 1:]
     counts = 1 + is_right.to(torch.int64).cumprod(dim=1).sum(dim=1)
-    places = torch.arange(windows.width, device=counts.device)
-    return Accepted(places.expand(len(counts), -1), windows.drawn, counts)
+    indices = torch.arange(windows.width, device=counts.device)
+    return Accepted(indices.expand(len(counts), -1), windows.drawn, counts)
 
 
 def accept_tree(windows: Windows, max_depth: int) -> Accepted:
@@ -145,8 +145,8 @@ def path_moves(
     depths = torch.arange(paths.shape[1], device=starts.device)
     is_used = depths < counts[:, None]
     sources, targets = (
-        (starts[:, None] + torch.where(is_used, places, 0)).reshape(-1)
-        for places in (paths, depths.expand_as(paths))
+        (starts[:, None] + torch.where(is_used, indices, 0)).reshape(-1)
+        for indices in (paths, depths.expand_as(paths))
     )
     return (
         tuple(slots.index_select(0, sources) for slots in batch.slots),

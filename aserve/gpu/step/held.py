@@ -31,18 +31,18 @@ class HeldStep:
     step: DeviceStep
     rows: ArrayI32
     windows: ArrayI32  # [rows], tokens of each
-    places: Tensor  # int64 [held tokens], indices into the step's tokens
+    indices: Tensor  # int64 [held tokens], indices into the step's tokens
     logits: Tensor  # [held tokens, vocab]
     features: tuple[Tensor, ...]  # [held tokens, hidden] each, for drafters
 
     @classmethod
     def of(
-        cls, step: DeviceStep, places: Tensor, logits: Tensor, features: tuple[Tensor, ...]
+        cls, step: DeviceStep, indices: Tensor, logits: Tensor, features: tuple[Tensor, ...]
     ) -> HeldStep:
         """Keeps what a Sample reads of the step, and no hidden states of all its tokens."""
         batch = dataclasses.replace(step.batch, capture=None, features=None)
         step, plan = dataclasses.replace(step, batch=batch), step.plan
-        return cls(step, plan.held_rows, plan.held_windows, places, logits, features)
+        return cls(step, plan.held_rows, plan.held_windows, indices, logits, features)
 
     @property
     def iteration(self) -> int:
@@ -56,8 +56,8 @@ class HeldStep:
             return torch.cat([values[start:end] for start, end in spans])
 
         features = tuple(only(values) for values in self.features)
-        places, logits = only(self.places), only(self.logits)
-        return HeldStep(self.step, rows, windows, places, logits, features)
+        indices, logits = only(self.indices), only(self.logits)
+        return HeldStep(self.step, rows, windows, indices, logits, features)
 
     def plan_sample(
         self, rows: ArrayI32, row_params: RowParams, *, vocab_size: int, slice_len: int

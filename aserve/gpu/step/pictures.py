@@ -105,8 +105,8 @@ class PictureRows:
         found = np.zeros((NUM_AXES, len(plan.input_ids)), np.int32)
         for row, first, start, stop in _known(plan, self._offsets):
             own = self._offsets[row]
-            places = np.minimum(np.arange(start, stop), own.shape[1] - 1)
-            found[:, first : first + stop - start] = own[:, places]
+            indices = np.minimum(np.arange(start, stop), own.shape[1] - 1)
+            found[:, first : first + stop - start] = own[:, indices]
         return found
 
     def _parts(self, plan: StepPlan) -> Iterator[Part]:
