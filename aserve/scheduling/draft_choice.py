@@ -17,9 +17,9 @@ Written here: `num_cut`, `num_skipped`, `num_missed`, `match_level`, `accepted`,
 # for a usual one.
 #
 # Repetitions. A drafter without a model continues what the row has said before, or another row. The
-# length of the row's own match is known without drafting (repeats.py), and a row is usual for that
-# length. Whether others say the same is not known. So from time to time any row tries one window,
-# and what rows without a match may expect is learned from these.
+# length of the row's own match is known without drafting (ngram_matches.py), and a row is usual for
+# that length. Whether others say the same is not known. So from time to time any row tries one
+# window, and what rows without a match may expect is learned from these.
 #
 # Rows that accept alike. Few windows say little about a row. So a row whose drafts differ from the
 # usual ones by no more than chance counts as usual; else chance alone would choose some of many
@@ -68,7 +68,7 @@ from aserve.messages.step import StepStats
 from aserve.scheduling.draft_accounts import ATTEMPT_WINDOWS, Accounts
 from aserve.scheduling.draft_length import note_windows
 from aserve.scheduling.flights import Step
-from aserve.scheduling.repeats import USUAL_OF_LEVELS, UsualWindows, match_levels, near_usual
+from aserve.scheduling.ngram_matches import USUAL_OF_LEVELS, UsualWindows, match_levels, near_usual
 from aserve.scheduling.request import Sequence
 from aserve.scheduling.rows import Column, RowTable
 from aserve.scheduling.step_times import MIN_GAIN, NO_DRAFTS, Choice, Floats, WindowTimes

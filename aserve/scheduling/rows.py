@@ -60,7 +60,7 @@ class RowTable:
     num_cut: Column  # drafts by which its next window is shorter than it may be
     num_skipped: Column  # last steps that skipped the drafter, one after the other, as far as noted
     num_missed: Column  # tokens without KV of the drafter, because their steps skipped it
-    match_level: Column  # of the match whose continuation it drafts (repeats.py)
+    match_level: Column  # of the match whose continuation it drafts (ngram_matches.py)
     accepted: Column  # drafts, in parts of SCALE, old ones counting less
     rejected: Column  # windows that ended with a rejected draft, likewise
     num_attempts: Column  # windows tried though drafts did not seem to pay, one after the other

@@ -23,7 +23,7 @@ from aserve.scheduling.draft_choice import (
     DraftChoice,
 )
 from aserve.scheduling.flights import Step
-from aserve.scheduling.repeats import LENGTHS, MOST_MISALIGNED, match_level, match_levels
+from aserve.scheduling.ngram_matches import LENGTHS, MOST_MISALIGNED, match_level, match_levels
 from aserve.scheduling.rows import Column, RowTable
 from aserve.scheduling.step_times import MIN_GAIN, WindowTimes, expected
 from aserve.scheduling.token_log import TokenLog

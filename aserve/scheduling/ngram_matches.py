@@ -1,6 +1,6 @@
-"""Tells rows that repeat themselves: whose last tokens have occurred before in their own prompt or
-output, as a drafter finds them that looks up what followed (gpu/spec/ngram.py). And what is usual
-for windows, by which that is judged.
+"""Finds n-gram matches: rows whose last tokens have occurred before in their own prompt or output,
+as a drafter finds them that looks up what followed (gpu/spec/ngram.py). And what is usual for
+windows, by which that is judged.
 
 The scheduler has the tokens up to the last result, so this costs no step and no message. A search
 is one call of bytes.rfind, and takes about 1 us for 1,000 tokens.
