@@ -57,6 +57,8 @@ class Measured:
 
 async def measure_costs(options: RouteOptions) -> list[RouterCost]:
     """Returns the costs of a bare relay, of aserve's router, and of another one if it is given."""
+    if options.other is not None and options.other_pid is None:
+        raise ConfigError("--other needs --other-pid, the process whose CPU time is measured")
     async with AsyncExitStack() as stack:
         server = await asyncio.start_server(_answer, "127.0.0.1", options.stand_in_port)
         stack.callback(server.close)
@@ -66,7 +68,7 @@ async def measure_costs(options: RouteOptions) -> list[RouterCost]:
         measured = [stack.enter_context(_relaying(port)), Measured("aserve", own.address, own.pid)]
         connector = aiohttp.TCPConnector(limit=0)
         client = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
-        if options.other is not None:
+        if options.other is not None and options.other_pid is not None:
             measured.append(await _other(client, options.other, options.other_pid))
         found: dict[str, list[RouterCost]] = {each.name: [] for each in measured}
         for _ in range(options.repeats):
@@ -75,10 +77,8 @@ async def measure_costs(options: RouteOptions) -> list[RouterCost]:
     return [_medians(turns) for turns in found.values()]
 
 
-async def _other(client: aiohttp.ClientSession, address: str, pid: int | None) -> Measured:
+async def _other(client: aiohttp.ClientSession, address: str, pid: int) -> Measured:
     """Waits until another router answers. It finds the stand-in only now."""
-    if pid is None:
-        raise ConfigError("--other needs --other-pid, the process whose CPU time is measured")
     deadline_s = time.monotonic() + READY_S
     while True:
         try:

@@ -63,6 +63,7 @@ def test_help_shows_every_option_of_the_bench_with_its_text(
             "prefill needs 2049 tokens, but the model's context has 1024",
         ),
         ("offline --num-pages 4 --input-len 100", "pages"),
+        ("route --other http://127.0.0.1:9", "--other needs --other-pid"),
         ("report --results missing.json", "--results missing.json"),
         ("disagg --beside noise", "--beside: 'noise' is none of nothing, memory, prompts"),
     ],
