@@ -34,7 +34,7 @@ from aserve.router.balancer import Balancer
 from aserve.router.metrics import RouterMetrics
 from aserve.router.owners import Owners, ids_in
 from aserve.router.policies import Demand
-from aserve.router.replica_connection import Answer, AnswerBroken
+from aserve.router.replica_connection import Answer, AnswerBroken, media_type
 from aserve.router.upstream import CANNOT_CONNECT, GONE, Call, Upstream
 
 logger = logging.getLogger(__name__)
@@ -228,7 +228,7 @@ class Proxy:
             info = self._note_failure(name, error)
             is_late = isinstance(error, TimeoutError)
             may_repeat = isinstance(error, CANNOT_CONNECT) or (_repeats(exchange) and not is_late)
-            was_open = isinstance(error, AnswerBroken)
+            was_open = isinstance(error, AnswerBroken) and not error.has_begun
             raise NotAnswered(info, may_repeat=may_repeat, was_open=was_open) from None
 
     async def _first_bytes(self, exchange: Exchange, name: str, answer: Answer) -> bytes:
@@ -325,7 +325,7 @@ def _last_events(path: str, answer: Answer, sent: bytes) -> bytes | None:
     """Returns the events that end a stream whose replica has failed: none behind its own last one.
     Returns None for an answer that is no event stream, or that was cut within an event.
     """
-    if answer.content_type != EVENT_STREAM or hdrs.CONTENT_ENCODING in answer.headers:
+    if media_type(answer.headers) != EVENT_STREAM or hdrs.CONTENT_ENCODING in answer.headers:
         return None
     if not sent.endswith(b"\n\n"):
         return None

@@ -16,7 +16,7 @@ from typing import cast
 from aiohttp import StreamReader, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
-from multidict import CIMultiDict
+from multidict import CIMultiDict, MultiMapping
 
 MAX_HEAD_BYTES = 1 << 16
 MAX_UNREAD_BYTES = 1 << 16  # of an answer; above it nothing is read from the replica
@@ -50,6 +50,11 @@ class ReplicaConnection(asyncio.Protocol):
     def is_idle(self) -> bool:
         return self._answer is None and not self.transport.is_closing()
 
+    @property
+    def is_writable(self) -> bool:
+        """Whether the replica reads what it is sent."""
+        return self._writable.is_set()
+
     def send(self, head: bytes, body: bytes | StreamReader, *, timeout_s: float) -> Answer:
         """Sends a request, and begins to send a body that still arrives. `end` must follow."""
         assert self.is_idle
@@ -68,6 +73,9 @@ class ReplicaConnection(asyncio.Protocol):
             if self._upload is not None:
                 self._upload.cancel()
                 await asyncio.wait([self._upload])
+        except asyncio.CancelledError:
+            self.close()
+            raise
         finally:
             answer, self._answer, self._upload = self._answer, None, None
             if answer is None or not answer.end():
@@ -95,6 +103,8 @@ class ReplicaConnection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._writable.set()
+        if self._answer is not None:
+            self._answer.heard()
 
     async def _send_chunks(self, body: StreamReader, answer: Answer) -> None:
         try:
@@ -111,6 +121,10 @@ class ReplicaConnection(asyncio.Protocol):
         await self._writable.wait()
         if not self.transport.is_closing():
             self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+
+
+def media_type(headers: MultiMapping[str]) -> str:
+    return headers.get(hdrs.CONTENT_TYPE, "").partition(";")[0].strip().lower()
 
 
 class Answer:
@@ -135,7 +149,8 @@ class Answer:
         self._parser = HttpResponseParser(self)
         self._pieces: list[bytes] = []  # of the body, which nobody has taken yet
         self._num_unread = 0
-        self._num_head_bytes = 0
+        self._has_begun = False
+        self._num_head_bytes = 0  # or of trailers: since the last byte of the body
         self._has_head = False
         self._is_kept = False  # the connection can carry another request
         self._is_paused = False
@@ -144,10 +159,6 @@ class Answer:
         self._write: Callable[[bytes], bool] | None = None
         self._heard_s = self._loop.time()
         self._silence = self._loop.call_later(timeout_s, self._check_silence)
-
-    @property
-    def content_type(self) -> str:
-        return self.headers.get(hdrs.CONTENT_TYPE, "").partition(";")[0].strip().lower()
 
     async def head(self) -> None:
         while not self._has_head:
@@ -184,17 +195,17 @@ class Answer:
             self._write = None
 
     def feed(self, data: bytes) -> None:
-        self._heard_s = self._loop.time()
-        if not self._has_head:
-            self._num_head_bytes += len(data)
+        self.heard()
+        self._has_begun = True
+        self._num_head_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (HttpParserError, HttpParserUpgrade) as error:
             self._is_kept = False
             if not self.is_complete:
                 self.fail(self._broken(f"has sent what is no HTTP ({type(error).__name__})"))
-        if not self._has_head and self._num_head_bytes > MAX_HEAD_BYTES:
-            self.fail(self._broken(f"has sent a head of more than {MAX_HEAD_BYTES} bytes"))
+        if self._num_head_bytes > MAX_HEAD_BYTES and not self.is_complete:
+            self.fail(self._broken(f"has sent headers of more than {MAX_HEAD_BYTES} bytes"))
         self._arrived()
 
     def lose(self, error: Exception | None) -> None:
@@ -204,6 +215,10 @@ class Answer:
             self._wake()
         elif not self.is_complete:
             self.fail(self._broken("has closed the connection"))
+
+    def heard(self) -> None:
+        """The replica is not silent."""
+        self._heard_s = self._loop.time()
 
     def fail(self, error: Exception) -> None:
         self._error = self._error or error
@@ -242,6 +257,7 @@ class Answer:
         self._is_kept = self._parser.should_keep_alive() and self._has_body
 
     def on_body(self, body: bytes) -> None:
+        self._num_head_bytes = 0
         if not self.is_complete:
             self._pieces.append(body)
             self._num_unread += len(body)
@@ -289,15 +305,15 @@ class Answer:
     def _resume(self) -> None:
         if self._is_paused:
             self._is_paused = False
-            self._heard_s = self._loop.time()
+            self.heard()
             if not self._transport.is_closing():
                 self._transport.resume_reading()
 
     def _check_silence(self) -> None:
-        now_s = self._loop.time()
-        if self._is_paused or self.is_sending:  # the client is awaited, and not the replica
-            self._heard_s = now_s
-        left_s = self._heard_s + self._timeout_s - now_s
+        is_client_awaited = self.is_sending and self.connection.is_writable
+        if self._is_paused or is_client_awaited:
+            self.heard()
+        left_s = self._heard_s + self._timeout_s - self._loop.time()
         if left_s <= 0:
             self.fail(TimeoutError(f"the replica has sent nothing for {self._timeout_s:g} seconds"))
         else:
@@ -308,4 +324,4 @@ class Answer:
         return "chunked" not in coding and hdrs.CONTENT_LENGTH not in self.headers
 
     def _broken(self, what: str) -> AnswerBroken:
-        return AnswerBroken(f"the replica {what}", has_begun=bool(self._num_head_bytes))
+        return AnswerBroken(f"the replica {what}", has_begun=self._has_begun)

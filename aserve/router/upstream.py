@@ -6,11 +6,13 @@ A replica is named by its address, `http://HOST:PORT` or `unix:PATH`.
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections import deque
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+import aiohappyeyeballs
 import aiohttp
 import msgspec
 from aiohttp import hdrs
@@ -20,10 +22,17 @@ from aserve.config import RouterOptions
 from aserve.errors import UNDECODABLE, ConfigError
 from aserve.http.forwarding import SKIPPED, Headers
 from aserve.options.option import is_host
-from aserve.router.replica_connection import ANY_BYTES, Answer, AnswerBroken, ReplicaConnection
+from aserve.router.replica_connection import (
+    ANY_BYTES,
+    Answer,
+    AnswerBroken,
+    ReplicaConnection,
+    media_type,
+)
 
 UNIX = "unix:"
 CONNECT_S = 5.0
+NEXT_ADDRESS_S = 0.25  # before another address of the same name is tried as well
 PROBE_S = 5.0
 # WHY: uvicorn, in front of vLLM and SGLang, closes an idle connection after 5 seconds.
 KEEP_ALIVE_S = 4.0
@@ -126,14 +135,16 @@ class Upstream:
         while True:
             connection, is_new = await self._take()
             answer = connection.send(head, call.data or b"", timeout_s=self._timeout_s)
+            has_head = False
             try:
                 await answer.head()
+                has_head = True
                 return answer
             except AnswerBroken as error:
                 if error.has_begun or is_new or not may_repeat:
                     raise
             finally:
-                if not answer.status:
+                if not has_head:
                     await self.release(answer)
 
     async def release(self, answer: Answer) -> None:
@@ -151,7 +162,7 @@ class Upstream:
     async def ask_whole(self, call: Call) -> Whole:
         answer = await self.ask(call)
         try:
-            return Whole(answer.status, answer.content_type, await answer.read())
+            return Whole(answer.status, media_type(answer.headers), await answer.read())
         finally:
             await self.release(answer)
 
@@ -189,21 +200,35 @@ class Upstream:
 
     async def _connect(self) -> ReplicaConnection:
         loop = asyncio.get_running_loop()
-        host, port = self._url.host, self._url.port
-        assert host is not None
-        assert port is not None
         try:
             async with asyncio.timeout(CONNECT_S):
                 if self.address.startswith(UNIX):
                     path = self.address.removeprefix(UNIX)
                     _, connection = await loop.create_unix_connection(ReplicaConnection, path)
-                else:
-                    _, connection = await loop.create_connection(
-                        ReplicaConnection, host, port, ssl=self._tls
-                    )
+                    return connection
+                sock = await self._connected_socket()
+                name = self._url.host if self._tls is not None else None
+                _, connection = await loop.create_connection(
+                    ReplicaConnection, sock=sock, ssl=self._tls, server_hostname=name
+                )
+                return connection
         except OSError as error:
-            raise CannotConnect(f"cannot connect to the replica: {error}") from error
-        return connection
+            why = str(error) or f"it has not accepted within {CONNECT_S:g} seconds"
+            raise CannotConnect(f"cannot connect to the replica: {why}") from error
+
+    async def _connected_socket(self) -> socket.socket:
+        """A name may have several addresses, of which some are dead (RFC 8305): uvloop would wait
+        for each of them.
+        """
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(
+            self._url.host, self._url.port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
+        )
+        sock = await aiohappyeyeballs.start_connection(
+            found, happy_eyeballs_delay=NEXT_ADDRESS_S, interleave=1
+        )
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sock
 
     def _close_idle(self) -> None:
         """Closes the connections that nobody has used for a while, and comes again for others."""

@@ -68,7 +68,7 @@ REACH = {
     "aserve.processes": ANYTHING,
     "aserve.router": Reach(
         aserve=(*FIRST, "aserve.http", "aserve.host", "aserve.processes", "aserve.program"),
-        packages=(*PLAIN, "aiohttp", "httptools", "multidict", "rich", "yarl"),
+        packages=(*PLAIN, "aiohappyeyeballs", "aiohttp", "httptools", "multidict", "rich", "yarl"),
     ),
     "aserve.parallel": ANYTHING,
     "aserve.progress": Reach(aserve=(), packages=("rich",)),

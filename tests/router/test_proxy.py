@@ -79,6 +79,13 @@ async def test_the_only_replica_is_asked_again_once_if_it_closes_the_connection(
     assert len(replica.asked) == 4
 
 
+async def test_the_only_replica_is_not_asked_again_if_its_answer_had_begun() -> None:
+    replica = StandIn(written(HEAD_200, closes=True))
+    async with routed(replica) as (client, _):
+        assert (await post(client))[0] == 502
+    assert len(replica.asked) == 1
+
+
 async def test_an_answer_that_has_begun_is_never_sent_again() -> None:
     piece = b"5\r\ndata:\r\n"
     bad, good = StandIn(written(CHUNKED + piece, closes=True)), StandIn()

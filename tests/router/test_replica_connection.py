@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import cast
 
 import pytest
@@ -17,7 +18,12 @@ from aiohttp.base_protocol import BaseProtocol
 
 from aserve.config import Facts, Raw, RouterOptions, resolve
 from aserve.router import upstream as upstream_module
-from aserve.router.replica_connection import MAX_HEAD_BYTES, Answer, AnswerBroken
+from aserve.router.replica_connection import (
+    MAX_HEAD_BYTES,
+    Answer,
+    AnswerBroken,
+    ReplicaConnection,
+)
 from aserve.router.upstream import Call, CannotConnect, Upstream
 from tests.router.routed import CHUNKED, OK
 
@@ -206,6 +212,95 @@ async def test_a_broken_answer_is_an_error(answer: bytes, has_begun: bool) -> No
         assert failed.value.has_begun == has_begun
 
 
+@pytest.mark.parametrize("piece", [b"a: b\r\n", b"a"], ids=("many", "one"))
+async def test_trailers_are_bounded(piece: bytes) -> None:
+    data = CHUNKED + b"2\r\nab\r\n0\r\n" + (b"" if len(piece) > 1 else b"x: ")
+    async with asking(Scripted([data + piece * (4 * MAX_HEAD_BYTES // len(piece))])) as upstream:
+        with pytest.raises(AnswerBroken, match="headers"):
+            await whole(upstream)
+
+
+async def test_no_connection_stays_when_its_answer_breaks_with_its_head() -> None:
+    closed = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request_of(reader)
+        writer.write(CHUNKED + b"zz\r\n")
+        await reader.read()
+        closed.set()
+
+    async with asking(serve) as upstream, asyncio.timeout(5):
+        with pytest.raises(AnswerBroken):
+            await upstream.ask(POST)
+        await closed.wait()
+
+
+async def test_no_connection_stays_when_its_client_goes_as_the_head_arrives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request_of(reader)
+        writer.write(CHUNKED)
+        await reader.read()
+        closed.set()
+
+    receive = ReplicaConnection.data_received
+
+    def received(connection: ReplicaConnection, data: bytes) -> None:
+        receive(connection, data)
+        asked.cancel()
+
+    monkeypatch.setattr(ReplicaConnection, "data_received", received)
+    async with asking(serve) as upstream, asyncio.timeout(5):
+        asked = asyncio.create_task(upstream.ask(POST))
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        await closed.wait()
+
+
+async def test_no_connection_stays_when_its_client_goes_at_the_end() -> None:
+    closed = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"0\r\n\r\n")
+        writer.write(OK)
+        await reader.read()
+        closed.set()
+
+    async with asking(serve) as upstream, asyncio.timeout(5):
+        answer = await upstream.ask(Call("POST", "/x", [], body_of(b"ab")))
+        assert await answer.read() == b"ok"
+        ending = asyncio.create_task(upstream.release(answer))
+        await asyncio.sleep(0)
+        ending.cancel()
+        await asyncio.wait([ending])
+        if ending.cancelled():
+            await closed.wait()
+        else:
+            assert len(upstream._idle) == 1
+
+
+async def test_of_a_name_with_a_dead_address_the_other_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The dead one has a full backlog: it drops what would begin a connection."""
+    async with asking(Scripted([OK])) as upstream, asyncio.timeout(4):
+        upstream._url = upstream._url.with_host("replica.test")
+        port = upstream._url.port
+        assert port is not None
+        with socket.create_server(("127.0.0.2", port), backlog=0) as dead, ExitStack() as stack:
+            for _ in range(4):
+                filler = stack.enter_context(socket.socket())
+                filler.setblocking(False)
+                filler.connect_ex(dead.getsockname())
+            kind = (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "")
+            found = [(*kind, (host, port)) for host in ("127.0.0.2", "127.0.0.1")]
+            monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+            assert (await whole(upstream))[2] == b"ok"
+
+
 async def test_the_beginning_of_a_broken_answer_can_be_read() -> None:
     async with asking(Scripted([CHUNKED + b"2\r\nab\r\n"])) as upstream:
         answer = await upstream.ask(POST)
@@ -275,6 +370,20 @@ async def test_a_sink_that_is_full_stops_the_replica_and_is_no_silence() -> None
         await writing.wait()
         assert sum(map(len, taken)) == 64 << 20
         await upstream.release(answer)
+
+
+async def test_a_replica_that_stops_to_read_a_body_is_given_up() -> None:
+    done = asyncio.Event()
+
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        cast(asyncio.Transport, writer.transport).pause_reading()
+        await done.wait()
+
+    async with asking(serve, replica_timeout=0.1) as upstream, asyncio.timeout(5):
+        body = body_of(*[bytes(1 << 20)] * 32)
+        with pytest.raises(TimeoutError):
+            await upstream.ask(Call("POST", "/x", [], body))
+        done.set()
 
 
 class Client:
