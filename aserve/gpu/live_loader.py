@@ -110,6 +110,8 @@ class LiveLoader:
             await in_thread(lambda: work(self.model), name="weights")
         except InvalidRequest as refusal:
             return refusal.info()
+        except (RuntimeError, MemoryError) as failure:
+            return EngineError(f"the weights cannot be read: {failure}").info()
         return None
 
     def _read_adapter(self, load: LoadLora) -> list[Copy]:

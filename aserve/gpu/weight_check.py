@@ -68,6 +68,8 @@ def _weights(
     if id(value) in seen:
         return
     seen.add(id(value))
+    if isinstance(value, Tensor) and value.is_meta:
+        return  # a layer of another stage
     if isinstance(value, Tensor | np.ndarray):
         yield name, value
     elif isinstance(value, torch.ScriptObject):  # a matrix in fbgemm's format

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 
@@ -9,18 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from aserve.errors import ConfigError
+from aserve.errors import ConfigError, EngineError
 from aserve.gpu.device.cpu.kernel_linear import QuantLinear, TiledLinear
 from aserve.gpu.device.cpu.linear import Fp16StoredLinear, PackedLinear, PerToken
 from aserve.gpu.device.cpu.ops import CompiledNorm
 from aserve.gpu.layers.linear import Linear, LinearOp
 from aserve.gpu.layers.norm import HeadNorms
+from aserve.gpu.live_loader import LiveLoader
 from aserve.gpu.replace_weights import copies
-from aserve.gpu.weight_check import hashes_of
+from aserve.gpu.weight_check import WeightChecker, hashes_of
+from aserve.messages.changes import CheckWeights
 from aserve_kernels.cpu.gemm import compile_packed_linear
 from aserve_kernels.cpu.quant_linear import compile_quant_linear
 from aserve_kernels.cpu.rms_norm import compile_rms_norm
 from aserve_kernels.reference import rms_norm_ref
+from tests.fakes.hash_model import HashModel
 
 LINEARS: tuple[Callable[[Tensor, Tensor], LinearOp], ...] = (
     *(Linear, PackedLinear, Fp16StoredLinear, TiledLinear, QuantLinear.rounded),
@@ -81,3 +85,19 @@ def test_a_norm_that_is_a_kernel_with_its_weight_takes_over_the_other_one() -> N
 def test_another_shape_or_dtype_is_refused_before_the_first_copy(other: Linear) -> None:
     with pytest.raises(ConfigError, match="cannot take over"):
         list(copies(Linear(drawn(2, 2, 4)), other))
+
+
+class UnreadableWeights(WeightChecker):
+    def take(self, model: object) -> None:
+        raise RuntimeError("out of memory")
+
+
+async def test_weights_that_cannot_be_read_fail_the_check_alone() -> None:
+    loader = LiveLoader(HashModel(), checker=UnreadableWeights())
+    died = asyncio.get_running_loop().create_future()
+    failure = await loader.run(CheckWeights(1, compares=False), submit=never, died=died)
+    assert failure == EngineError("the weights cannot be read: out of memory").info()
+
+
+def never(job: Callable[[], None]) -> None:
+    raise AssertionError("a check of weights takes no turn between two steps")
