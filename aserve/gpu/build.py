@@ -176,14 +176,15 @@ def build_on(
         target = dataclasses.replace(target, wrap=loras.wrap)
     with names_the_option("the model does not fit; free memory of the device"):
         plan = LoadPlan(form.dtype, options.max_model_len, is_dummy, target, on_progress)
+        whole = loader.load(plan)
         model = with_fused_sums(
-            options.pipeline.part_of(loader.load(plan)),
+            options.pipeline.part_of(whole),
             options.ranks,
             is_plain=not options.data_parallel and not options.two_batches,
         )
     if options.experts is not None:
         options.experts.place_experts(model)
-    live_loader = LiveLoader(model, loras, model_reader(loader, plan))
+    live_loader = LiveLoader(whole, loras, model_reader(loader, plan))
     about = f"{code.name} code ({code.why}), {'random weights, ' * is_dummy}{form.about}"
     drafter = None
     mode = mode or diffusion_mode(

@@ -34,7 +34,7 @@ from aserve.gpu.models.registry import (
     pooled_family,
 )
 from aserve.gpu.models.sharding import check_sharding, rank_config, shard_of
-from aserve.gpu.models.stages import for_stage, stage_layers, without_others
+from aserve.gpu.models.stages import for_stage
 from aserve.gpu.models.transformers.loader import make_transformers_loader
 from aserve.gpu.weights.checkpoint import Checkpoint, Rename, as_stored
 from aserve.gpu.weights.dummy import DummyWeights
@@ -43,7 +43,7 @@ from aserve.gpu.weights.quantized import stored_name
 from aserve.gpu.weights.read_ahead import ReadAhead
 from aserve.gpu.weights.reader import WeightReader
 from aserve.gpu.weights.renamed import older_name
-from aserve.gpu.weights.source import GIB, HOST, LoadProgress, Stage, Target
+from aserve.gpu.weights.source import GIB, HOST, LoadProgress, Target
 
 PREDICTORS = ("model.mtp_layers.", "model.mtp.", "mtp.")
 OBJECT_BYTES = 4096  # lower bound of Python's objects for one layer
@@ -89,11 +89,13 @@ class NativeLoader:
         with Checkpoint(
             self.model_dir,
             target.device,
-            rename=self._names_of(inventory, target.stage),
+            rename=self._own_name,
             updates=plan.tensors,
             quantization=quantization_of(config.fields),
         ) as checkpoint:
-            check_fit(inventory, checkpoint)
+            # Every stage checks the whole, so that all of them refuse it, or none.
+            is_staged = target.stage.count > 1
+            check_fit(self._inventory(dtype, self.config) if is_staged else inventory, checkpoint)
             target.check_room(inventory.held_bytes(target.bits, checkpoint.is_quantized), dtype)
             reader = WeightReader(checkpoint, target, dtype=dtype, progress=progress)
             with ReadAhead(checkpoint.paths):
@@ -108,13 +110,6 @@ class NativeLoader:
         if name.startswith((*PREDICTORS, *extra)):
             return None
         return self.names(older_name(name))
-
-    def _names_of(self, own: Inventory, stage: Stage) -> Rename:
-        """Returns the names of the checkpoint's tensors, without those of other stages."""
-        if stage.count == 1:
-            return self._own_name
-        whole = self._inventory(own.dtype, self.config)
-        return without_others(self._own_name, stage_layers(stage, self.config), whole, own)
 
     def _check_ranks(self, target: Target) -> None:
         """Refuses a model that is not divided among ranks, or not into stages."""

@@ -20,9 +20,7 @@ from aserve.errors import ConfigError
 from aserve.gpu.layers.grouped_linear import GroupedLinearOp, linear_per_expert
 from aserve.gpu.layers.linear import Linear, LinearOp, prepare
 from aserve.gpu.models.config.model import ModelConfig
-from aserve.gpu.weights.checkpoint import Rename
 from aserve.gpu.weights.fp8 import ExpertWeights
-from aserve.gpu.weights.inventory import Inventory
 from aserve.gpu.weights.source import Stage, Target, WeightSource, wide_dtype
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -89,26 +87,6 @@ def for_stage(target: Target, config: ModelConfig) -> Target:
     return replace(target, part=lambda source: StageWeights(source, layers))
 
 
-def without_others(rename: Rename, layers: StageLayers, whole: Inventory, own: Inventory) -> Rename:
-    """Returns `rename` of a checkpoint's names, which leaves out the tensors of other stages. What
-    belongs to a weight, such as its scales, has a name below that of the weight's layer."""
-    known, elsewhere = _known(own), _known(whole)
-
-    def own_name(stored: str) -> str | None:
-        name = rename(stored)
-        if name is None or name in known:
-            return name
-        layer = layer_of(name)
-        is_other = layer is not None and layer < layers.count and not layers.has(layer)
-        return None if is_other or name in elsewhere else name
-
-    return own_name
-
-
-def _known(inventory: Inventory) -> frozenset[str]:
-    return frozenset((*inventory.shapes, *inventory.copies, *inventory.numbers))
-
-
 class StageWeights:
     """A `WeightSource` of one stage around one that reads the weights."""
 
@@ -132,8 +110,7 @@ class StageWeights:
         )
 
     def number(self, names: tuple[str, ...], *, default: float) -> float:
-        held = tuple(name for name in names if self._layers.holds(name))
-        return self._source.number(held, default=default) if held else default
+        return self._source.number(names, default=default)
 
     def linear(self, parts: Mapping[str, int], *, in_features: int, bias: bool) -> LinearOp:
         if all(map(self._layers.holds, parts)):

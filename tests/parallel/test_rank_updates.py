@@ -1,0 +1,91 @@
+"""New weights and checks of weights on ranks, which are threads here: each layout answers as one
+device does, and no job ends the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from aserve.engine_core import LocalExecutor
+from aserve.messages.changes import CheckWeights, LoadWeights
+from aserve.tiny import MODEL_DIR
+from tests.gpu.drive import serve_between
+from tests.parallel.test_rank_traces import LAYOUTS, joined
+from tests.parallel.test_ranks import FAR, asks, loaded, resolved_of
+from tools.train_models.folder import MODELS_DIR, complete_folder
+
+CASES = {"pp 2": LAYOUTS["pp 2"]}
+SNAPSHOT, COMPARE = CheckWeights(1, compares=False), CheckWeights(2, compares=True)
+
+
+@pytest.mark.parametrize("layout", CASES)
+async def test_weights_are_checked_and_replaced_on_all_ranks(layout: str, tmp_path: Path) -> None:
+    """The other stages of a pipeline do not have the tensor that does not fit."""
+    options, name = CASES[layout]
+    folder = complete_folder(MODELS_DIR / name, tmp_path / "model") if name else MODEL_DIR
+    update = LoadWeights(1, "", (str(changed_tensors(folder, tmp_path)),))
+    misfit = LoadWeights(2, "", (str(misshapen_tensor(tmp_path)),))
+    one = loaded(folder)
+    expected = [await first_outputs(one), await outputs_after(update, one, 2)]
+    one.close()
+    assert expected[0] != expected[1]
+    executor = joined(resolved_of(**options), tmp_path / "store", folder)
+    try:
+        found = [await first_outputs(executor)]
+        codes = [await code_of(executor, SNAPSHOT)]
+        assert await outputs_of(executor, 2) == found[0]
+        codes.append(await code_of(executor, COMPARE))
+        found.append(await outputs_after(update, executor, 3))
+        codes.append(await code_of(executor, COMPARE))
+        assert await code_of(executor, misfit) == "invalid_checkpoint"
+        assert await outputs_of(executor, 4) == found[1]
+        again = await outputs_after(LoadWeights(3), executor, 5)
+        assert not executor.died.done()
+    finally:
+        executor.close()
+    assert found == expected
+    assert again == found[0]
+    assert codes == [None, None, "weights_differ"]
+
+
+async def first_outputs(executor: LocalExecutor) -> object:
+    executor.start(asyncio.get_running_loop())
+    await executor.warm_up()
+    return await outputs_of(executor, 1)
+
+
+async def outputs_after(update: LoadWeights, executor: LocalExecutor, number: int) -> object:
+    assert await executor.run_job(update) is None
+    return await outputs_of(executor, number)
+
+
+async def outputs_of(executor: LocalExecutor, number: int) -> object:
+    asked = asks(is_plain=True)[:2]
+    served = await serve_between(executor, asked, first_iteration=number * FAR)
+    return served.outputs
+
+
+async def code_of(executor: LocalExecutor, job: CheckWeights | LoadWeights) -> str | None:
+    error = await executor.run_job(job)
+    return None if error is None else error.code
+
+
+def changed_tensors(folder: Path, into: Path) -> Path:
+    """Writes the MLPs of the model, each with another scale. No two experts are alike then."""
+    [file] = folder.glob("*.safetensors")
+    changed = {name: each for name, each in load_file(file).items() if "mlp" in name}
+    for number, name in enumerate(changed):
+        changed[name] = changed[name] * (1 + 0.5 * ((number * 7) % 5) / 5)
+    save_file(changed, into / "changed.safetensors")
+    return into / "changed.safetensors"
+
+
+def misshapen_tensor(into: Path) -> Path:
+    tensors: dict[str, Any] = {"model.layers.0.self_attn.q_proj.weight": torch.zeros(3, 5)}
+    save_file(tensors, into / "misfit.safetensors")
+    return into / "misfit.safetensors"
