@@ -182,9 +182,8 @@ def build_on(
             options.ranks,
             is_plain=not options.data_parallel and not options.two_batches,
         )
-    if options.experts is not None:
-        options.experts.place_experts(model)
-    live_loader = LiveLoader(whole, loras, model_reader(loader, plan))
+    balanced = () if options.experts is None else options.experts.place_experts(model)
+    live_loader = LiveLoader(whole, loras, model_reader(loader, plan), balanced)
     about = f"{code.name} code ({code.why}), {'random weights, ' * is_dummy}{form.about}"
     drafter = None
     mode = mode or diffusion_mode(

@@ -10,7 +10,7 @@ hold addresses, stay valid, and a checkpoint that cannot be read changes nothing
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from aserve.errors import ConfigError, EngineDead, EngineError, ErrorInfo, Inval
 from aserve.gpu.lora.tables import LoraTables
 from aserve.gpu.models.base import CausalModel, LoadPlan, ModelLoader
 from aserve.gpu.models.load import NativeLoader, make_loader
+from aserve.gpu.parallel.balancer import BalancedDispatcher
 from aserve.gpu.profiler import Profiler
 from aserve.gpu.replace_weights import Copy, copies
 from aserve.gpu.weight_check import WeightChecker
@@ -38,6 +39,11 @@ from aserve.messages.changes import (
 )
 
 NO_SLEEP = InvalidRequest("An engine sleeps only in a process of its own: --processes 2").info()
+EXPERTS_MOVE = InvalidRequest(
+    "Experts move between the ranks (--enable-eplb), so no rank keeps the weights of a snapshot.",
+    param="action",
+    code="experts_move",
+).info()
 # What is raised for files that do not fit this model.
 UNREADABLE = (ConfigError, OSError, RuntimeError, ValueError, MemoryError)
 # Fields of config.json that do not change what a model computes.
@@ -50,12 +56,14 @@ Submit: TypeAlias = Callable[[Callable[[], None]], None]
 @dataclass(frozen=True, slots=True)
 class LiveLoader:
     """Loads adapters and weights into a running engine. `read_model` reads another checkpoint of
-    `model`; it is None for a model that takes no new weights.
+    `model`; it is None for a model that takes no new weights. `balanced` move the experts of the
+    model's layers between ranks.
     """
 
     model: CausalModel
     loras: LoraTables | None = None
     read_model: ReadModel | None = None
+    balanced: Sequence[BalancedDispatcher] = ()
     profiler: Profiler = field(default_factory=Profiler)
     checker: WeightChecker = field(default_factory=WeightChecker)
 
@@ -105,6 +113,8 @@ class LiveLoader:
 
     async def _check_weights(self, job: CheckWeights) -> ErrorInfo | None:
         """Another thread reads the weights, beside the steps, which never write them."""
+        if self.balanced:
+            return EXPERTS_MOVE
         work = self.checker.compare if job.compares else self.checker.take
         try:
             await in_thread(lambda: work(self.model), name="weights")
@@ -128,7 +138,7 @@ class LiveLoader:
             other = self.read_model(load)
         if other.layers != self.model.layers:
             raise ConfigError(f"{load.path}: the scales of its KV cache differ from the model's")
-        return list(copies(self.model, other))
+        return [*copies(self.model, other), *(each.restart for each in self.balanced)]
 
 
 def _write(writes: Iterable[Copy]) -> None:

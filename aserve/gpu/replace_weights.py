@@ -19,6 +19,8 @@ from aserve.errors import ConfigError
 from aserve.gpu.lora.tables import LoraLinear
 
 OURS = "aserve.gpu."  # only objects of these modules hold weights
+# Attributes by which layers reach other ranks. What is there is on its way, and no weight.
+TRAFFIC = frozenset({"dispatcher", "ranks", "_ranks"})
 
 Copy: TypeAlias = Callable[[], object]
 Values: TypeAlias = Tensor | np.ndarray[Any, Any]
@@ -66,8 +68,8 @@ def attributes_of(value: object) -> list[str]:
     if isinstance(value, partial):
         return ["args", "keywords"]
     slots = (getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
-    names = [name for each in slots for name in each]
-    return [*names, *getattr(value, "__dict__", ())]
+    names = [*(name for each in slots for name in each), *getattr(value, "__dict__", ())]
+    return [name for name in names if name not in TRAFFIC]
 
 
 def _check_alike(old: Values, new: Values) -> None:

@@ -107,7 +107,7 @@ class BalancedDispatcher:
     other forward of this layer may be between its halves then."""
 
     __slots__ = (
-        *("_inner", "_interval", "_loads", "_moves", "_num_forwards", "_turns"),
+        *("_first_slots", "_inner", "_interval", "_loads", "_moves", "_num_forwards", "_turns"),
         *("counts_forwards", "slots"),
     )
 
@@ -121,7 +121,8 @@ class BalancedDispatcher:
         moves: ExpertMoves,
         device: torch.device,
     ) -> None:
-        self.slots = tuple(slots)  # the expert in each slot of all ranks
+        self._first_slots = tuple(slots)
+        self.slots = self._first_slots  # the expert in each slot of all ranks
         self._inner = inner
         self._interval = interval  # forwards between two placements
         self._moves = moves
@@ -144,6 +145,12 @@ class BalancedDispatcher:
         self._loads.scatter_add_(0, routed.experts.flatten(), is_token.flatten().long())
         return self._inner.start(x, Routed(self._turns(routed.experts), routed.weights))
 
+    def restart(self) -> None:
+        """The ranks have new weights, which are where those of the start were."""
+        self._num_forwards = 0
+        self._loads.zero_()
+        self._place(self._first_slots)
+
     def _rebalance(self) -> None:
         """Experts stay where they are unless the new placement is better."""
         with self._moves.exchange.waiting():
@@ -157,5 +164,8 @@ class BalancedDispatcher:
         self._loads.zero_()
         if after > before:
             self._moves.run(self.slots, slots)
-            self.slots = slots
-            self._turns.place(slots)
+            self._place(slots)
+
+    def _place(self, slots: tuple[int, ...]) -> None:
+        self.slots = slots
+        self._turns.place(slots)

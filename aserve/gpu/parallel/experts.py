@@ -51,9 +51,10 @@ class ExpertRanks:
         is_fixed = self.backend == LOW_LATENCY
         return min(most, MAX_LOW_LATENCY_TOKENS * self.ranks.num_ranks if is_fixed else 0)
 
-    def place_experts(self, model: CausalModel) -> None:
-        """Connects the experts of a model that was built for `part`. Raises ConfigError for a
-        model of which no expert, or not all experts, can be placed."""
+    def place_experts(self, model: CausalModel) -> Sequence[BalancedDispatcher]:
+        """Connects the experts of a model that was built for `part`, and returns the dispatchers
+        that move them. Raises ConfigError for a model of which no expert, or not all experts, can
+        be placed."""
         every = layers = expert_layers(model)
         if isinstance(model, StagedDecoder):
             every, layers = expert_layers(model.decoder), experts_of(model.blocks)
@@ -68,6 +69,7 @@ class ExpertRanks:
             mlp.dispatcher = self._dispatcher(mlp)
             if isinstance(mlp.dispatcher, BalancedDispatcher):
                 self.balanced.append(mlp.dispatcher)
+        return self.balanced
 
     def before_replay(self) -> None:
         """A graph of a forward is about to be replayed."""
