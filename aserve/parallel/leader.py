@@ -51,6 +51,7 @@ from aserve.parallel.topology import (
 )
 
 UP_S = 60.0  # for a rank to import its libraries
+FORGET_S = 1.0  # for the event loop to end what waits for the ranks
 # Without a word from a host, which sends one every ALIVE_EVERY_S: until it counts as silent, and
 # until the loss of a rank counts as its silence.
 SILENT_S, SUSPICIOUS_S = 5.0, 2.5
@@ -98,7 +99,8 @@ def _built(build: Callable[[], LocalExecutor], ranks: Sequence[RankProcess]) -> 
 
 
 class ParallelExecutor:
-    """A `LocalExecutor` over that of rank 0. Its methods are called on the event loop's thread."""
+    """A `LocalExecutor` over that of rank 0. Its methods are called on the event loop's thread, and
+    `close` on any one."""
 
     def __init__(
         self,
@@ -222,7 +224,7 @@ class ParallelExecutor:
     def close(self) -> None:
         """Runs what was launched to its end on all ranks, then ends them. Where a rank is lost, the
         others will never end their step: they are killed."""
-        self._loop.call_soon_threadsafe(self._forget_ranks)
+        self._forget_before_closing()
         is_lost = self.died.done() and not self.died.cancelled()
         if is_lost:
             for rank in self.ranks:
@@ -308,6 +310,21 @@ class ParallelExecutor:
         while self._moves:
             _, moved = self._moves.popitem()
             moved.set_exception(RuntimeError(reason))
+
+    def _forget_before_closing(self) -> None:
+        """NOTE: the number of a closed socket soon is that of another one, which is never read if
+        the loop still waits for the first."""
+        if threading.get_ident() == self._thread:
+            self._forget_ranks()
+            return
+        forgotten = threading.Event()
+
+        def forget() -> None:
+            self._forget_ranks()
+            forgotten.set()
+
+        self._loop.call_soon_threadsafe(forget)
+        forgotten.wait(FORGET_S)
 
     def _forget_ranks(self) -> None:
         self._end_moves("the engine closes")

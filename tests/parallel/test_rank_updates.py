@@ -1,5 +1,5 @@
 """New weights and checks of weights on ranks, which are threads here: each layout answers as one
-device does, and no job ends the engine."""
+device does, and no job ends the engine. Its end leaves nothing in the event loop."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aserve.engine_core import LocalExecutor
+from aserve.host.threads import in_thread
 from aserve.messages.changes import CheckWeights, LoadWeights
 from aserve.tiny import MODEL_DIR
 from tests.gpu.drive import serve_between
@@ -57,6 +58,22 @@ async def test_weights_are_checked_and_replaced_on_all_ranks(layout: str, tmp_pa
     assert again == found[0]
     expected_codes = [None, None, "weights_differ"]
     assert codes == (["experts_move"] * 3 if layout == BALANCED else expected_codes)
+
+
+@pytest.mark.parametrize("in_loop", [True, False], ids=["in the loop", "in a thread"])
+async def test_an_engine_that_has_closed_leaves_no_reader_in_the_loop(
+    in_loop: bool, tmp_path: Path
+) -> None:
+    """The next engine of the loop may get a socket of the same number."""
+    executor = joined(resolved_of(tensor_parallel_size=2), tmp_path / "store")
+    loop = asyncio.get_running_loop()
+    executor.start(loop)
+    [number] = [rank.socket.fileno() for rank in executor.ranks]
+    if in_loop:
+        executor.close()
+    else:
+        await in_thread(executor.close, name="close")
+    assert not loop.remove_reader(number)
 
 
 async def first_outputs(executor: LocalExecutor) -> object:
