@@ -51,8 +51,10 @@ class Profiler:
         assert ended is not None, "a profile is written once, when it has ended"
         path.parent.mkdir(parents=True, exist_ok=True)
         plain = path.with_suffix("")
-        ended.export_chrome_trace(str(plain))
-        with plain.open("rb") as source, gzip.open(path, "wb") as sink:
-            shutil.copyfileobj(source, sink)
-        plain.unlink()
+        try:
+            ended.export_chrome_trace(str(plain))
+            with plain.open("rb") as source, gzip.open(path, "wb") as sink:
+                shutil.copyfileobj(source, sink)
+        finally:
+            plain.unlink(missing_ok=True)
         logger.info("profile written path=%s", path)

@@ -23,7 +23,7 @@ from aserve.config import Resolved
 from aserve.disagg.connect import HasKv
 from aserve.engine_core import LocalExecutor
 from aserve.errors import BugError, ConfigError, EngineDead, ErrorInfo, MachineSilent
-from aserve.messages.changes import CheckWeights, EngineJob, LoadLora, LoadWeights
+from aserve.messages.changes import CheckWeights, EngineJob, LoadLora, LoadWeights, Profile
 from aserve.messages.executor import Ticket
 from aserve.messages.step import Launch, Resync, Sample, ScheduleBatch
 from aserve.messages.transfers import LayeredKvAccess
@@ -34,6 +34,7 @@ from aserve.parallel.kv_of_ranks import KvOfRanks
 from aserve.parallel.launch import started_ranks
 from aserve.parallel.processes import RankProcess
 from aserve.parallel.topology import (
+    LONG_S,
     Coordinates,
     KvDone,
     Meet,
@@ -45,6 +46,7 @@ from aserve.parallel.topology import (
     RankUp,
     ReadKv,
     RunJob,
+    SetPatience,
     ToRank,
     WarmUp,
     WriteKv,
@@ -122,6 +124,7 @@ class ParallelExecutor:
         self.hosts = hosts or Hosts()
         self._loop: asyncio.AbstractEventLoop
         self._num_jobs = 0
+        self._profiling = asyncio.Lock()
         self._answers: dict[int, list[asyncio.Future[ErrorInfo | None]]] = {}  # by job and rank
         self._rows: RowsOfRanks | None = None  # of data-parallel ranks
         self._moves: dict[tuple[int, int], Future[bytes]] = {}  # of KV, by number and rank
@@ -170,6 +173,8 @@ class ParallelExecutor:
         """A profile is that of rank 0. New weights and adapters are written by all ranks, each
         between two steps of its own: no step that runs meanwhile uses them. Each rank checks the
         weights that it has."""
+        if isinstance(job, Profile):
+            return await self._profile(job)
         if not isinstance(job, LoadWeights | LoadLora | CheckWeights):
             return await self._own.run_job(job)
         self._num_jobs += 1
@@ -189,6 +194,22 @@ class ParallelExecutor:
             self._die(reason := EngineDead(f"only some ranks could load: {error}, {others}"))
             return reason.info()
         return error
+
+    async def _profile(self, job: Profile) -> ErrorInfo | None:
+        """Torch begins and ends a profile on the executor's thread, which may take it longer than
+        ranks that serve wait for each other."""
+        async with self._profiling:
+            usual_s = self.patience.seconds
+            self._set_patience(LONG_S)
+            try:
+                return await self._own.run_job(job)
+            finally:
+                if not self.died.done():
+                    self._set_patience(usual_s)
+
+    def _set_patience(self, seconds: float) -> None:
+        self.patience.seconds = seconds
+        self._send(SetPatience(seconds))
 
     def kv_access(self) -> LayeredKvAccess:
         own = self._own

@@ -46,6 +46,7 @@ from aserve.parallel.topology import (
     RankUp,
     ReadKv,
     RunJob,
+    SetPatience,
     StartRank,
     ToRank,
     WarmUp,
@@ -202,6 +203,8 @@ class Follower:
                 self._tasks.create_task(self._warm_up())
             case RunJob():
                 self._tasks.create_task(self._run_job(message))
+            case SetPatience():
+                self._patience.seconds = message.seconds
             case ReadKv() | WriteKv():
                 self._move_kv(message)
             case StartRank():

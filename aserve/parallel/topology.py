@@ -24,6 +24,7 @@ from aserve.messages.changes import CheckWeights, LoadLora, LoadWeights
 from aserve.messages.results import SampleResult, StepFailed, StepResult
 from aserve.messages.step import Launch, Resync, Sample
 
+LONG_S = 600.0  # for ranks that load, or wait for a profile
 SHARED_FOLDER = "/dev/shm"  # files in it are memory
 
 
@@ -121,7 +122,7 @@ class Patience:
 
     __slots__ = ("lost", "seconds")
 
-    def __init__(self, seconds: float = 600.0) -> None:
+    def __init__(self, seconds: float = LONG_S) -> None:
         self.seconds = seconds
         self.lost: Future[str] = Future()
 
@@ -176,6 +177,12 @@ class RunJob(Message, frozen=True):
     job: LoadLora | LoadWeights | CheckWeights
 
 
+class SetPatience(Message, frozen=True):
+    """Says for how long the rank waits for the others from its next launch on."""
+
+    seconds: float
+
+
 class RankJobDone(Message, frozen=True):
     """The rank has done a job, or could not."""
 
@@ -214,7 +221,9 @@ class KvDone(Message, frozen=True):
     error: str = ""
 
 
-ToRank: TypeAlias = StartRank | WarmUp | Launch | Sample | Resync | RunJob | ReadKv | WriteKv
+ToRank: TypeAlias = (
+    StartRank | WarmUp | Launch | Sample | Resync | RunJob | SetPatience | ReadKv | WriteKv
+)
 Outcome: TypeAlias = StepResult | SampleResult | StepFailed
 Answer: TypeAlias = (
     RankJobDone | KvDone | Outcome

@@ -99,7 +99,8 @@ def joined(
     cluster: Cluster | None = None,
     kv_parts: int | None = None,
 ) -> ParallelExecutor:
-    patience, num_ranks = Patience(), resolved.num_processes
+    num_ranks = resolved.num_processes
+    patiences = [Patience() for _ in range(num_ranks)]
     first = Coordinates(
         num_ranks=resolved.num_ranks,
         store=str(store),
@@ -109,13 +110,14 @@ def joined(
     )
     places = [placed(first, rank, store) for rank in range(num_ranks)]
 
-    def load(place: Coordinates) -> LocalExecutor:
+    def load(place: Coordinates, patience: Patience) -> LocalExecutor:
         return load_rank(resolved, folder, lambda: place, patience=patience, on_stage=ignore_stage)
 
     with ThreadPoolExecutor(num_ranks) as pool:
-        own, *others = pool.map(load, places)
-    threads = [RankThread(*each, patience) for each in zip(places[1:], others, strict=True)]
-    return ParallelExecutor(own, threads, patience, kv_parts=kv_parts)
+        own, *others = pool.map(load, places, patiences)
+    parts = zip(places[1:], others, patiences[1:], strict=True)
+    threads = [RankThread(*each) for each in parts]
+    return ParallelExecutor(own, threads, patiences[0], kv_parts=kv_parts)
 
 
 @contextlib.contextmanager

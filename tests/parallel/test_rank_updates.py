@@ -4,6 +4,7 @@ device does, and no job ends the engine. Its end leaves nothing in the event loo
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aserve.engine_core import LocalExecutor
+from aserve.gpu.profiler import Profiler
 from aserve.host.threads import in_thread
-from aserve.messages.changes import CheckWeights, LoadWeights
+from aserve.messages.changes import CheckWeights, LoadWeights, Profile
+from aserve.parallel.topology import Patience
 from aserve.tiny import MODEL_DIR
 from tests.gpu.drive import serve_between
 from tests.parallel.test_rank_traces import LAYOUTS, joined
@@ -25,6 +28,7 @@ CASES = {
     **{name: LAYOUTS[name] for name in ("tp 2", "pp 2", "dp 2", "ep 2")},
     BALANCED: ({"expert_parallel_size": 2, **MOVING}, "moe"),
 }
+IMPATIENT_S = 1.0
 SNAPSHOT, COMPARE = CheckWeights(1, compares=False), CheckWeights(2, compares=True)
 
 
@@ -58,6 +62,32 @@ async def test_weights_are_checked_and_replaced_on_all_ranks(layout: str, tmp_pa
     assert again == found[0]
     expected_codes = [None, None, "weights_differ"]
     assert codes == (["experts_move"] * 3 if layout == BALANCED else expected_codes)
+
+
+async def test_ranks_wait_for_a_profile_that_takes_long(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Torch reads what it recorded on the thread that runs the steps of rank 0."""
+    monkeypatch.setattr(Patience, "serve", serve_impatiently)
+    monkeypatch.setattr(Profiler, "begin", lambda self, flags: hold_thread)
+    executor = joined(resolved_of(tensor_parallel_size=2), tmp_path / "store")
+    try:
+        expected = await first_outputs(executor)
+        profiled = asyncio.create_task(executor.run_job(Profile(1)))
+        async with asyncio.timeout(20):
+            assert await outputs_of(executor, 2) == expected
+        assert await profiled is None
+        assert executor.patience.seconds == IMPATIENT_S
+    finally:
+        executor.close()
+
+
+def serve_impatiently(patience: Patience, *, has_own_rows: bool) -> None:
+    patience.seconds = IMPATIENT_S
+
+
+def hold_thread() -> None:
+    threading.Event().wait(2.5 * IMPATIENT_S)
 
 
 @pytest.mark.parametrize("in_loop", [True, False], ids=["in the loop", "in a thread"])

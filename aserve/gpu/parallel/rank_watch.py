@@ -51,7 +51,7 @@ class RankWatch:
         self._patience = patience
         self._abort = abort
         self._locks = None if place.cluster is not None else RankLocks(place)
-        self._since_s: dict[int, float] = {}  # when the waits began, by thread
+        self._waits: dict[int, tuple[float, float]] = {}  # their ends and seconds, by thread
         self._reason = ""
         self._ended = threading.Event()
         weakref.finalize(self, self._ended.set)
@@ -67,14 +67,15 @@ class RankWatch:
     def waiting(self) -> Iterator[None]:
         """Within it, the calling thread waits for the device. Raises RankLost at its end."""
         thread = threading.get_ident()
-        self._since_s[thread] = time.monotonic()
+        limit_s = self._patience.seconds + DEVICE_S
+        self._waits[thread] = time.monotonic() + limit_s, limit_s
         try:
             yield
         except RuntimeError as error:  # of a device whose collectives were aborted
             self._raise_lost(error)
             raise
         finally:
-            del self._since_s[thread]
+            del self._waits[thread]
         self._raise_lost(None)
 
     def look(self) -> bool:
@@ -87,15 +88,15 @@ class RankWatch:
         return True
 
     def _found(self) -> str:
-        waits = list(self._since_s.values())
+        waits = list(self._waits.values())
         if not waits:
             return ""
         own, locks = self._place.rank, self._locks
         for rank in range(self._place.num_ranks):
             if locks is not None and rank != own and locks.is_free(rank):
                 return f"rank {own} has lost rank {rank}, which has ended"
-        limit_s = self._patience.seconds + DEVICE_S
-        if time.monotonic() - min(waits) < limit_s:
+        end_s, limit_s = min(waits)
+        if time.monotonic() < end_s:
             return ""
         return (
             f"rank {own} has lost another rank: its device has not ended a step in {limit_s:.0f} s"

@@ -74,7 +74,7 @@ class SharedCollectives:
     def end(self) -> None:
         """A compiled step has ended. Raises RankLost if it has lost a rank."""
         if self._words[rank_sum.LOST]:
-            self._check(self._patience.seconds + 1)
+            self._check(self._patience.seconds + 1, self._patience.seconds)
             raise RankLost(f"rank {self.rank} has lost another rank, which was late")
 
     @property
@@ -132,6 +132,7 @@ class SharedCollectives:
 
     def _wait(self) -> None:
         """Waits for ranks that are late. Raises RankLost."""
+        limit_s = self._patience.seconds  # may be less when the late rank comes
         began_s = checked_s = time.monotonic()
         while not meet(self._flags, self.rank, self._number, LOOKS):
             now_s = time.monotonic()
@@ -140,19 +141,19 @@ class SharedCollectives:
                 continue
             if now_s - checked_s > DEATH_CHECK_S:
                 checked_s = now_s
-                self._check(now_s - began_s)
+                self._check(now_s - began_s, limit_s)
             # NOTE: memory tells nobody that it was written, so there is no event to wait for.
             threading.Event().wait(SLEEP_S)
 
-    def _check(self, waited_s: float) -> None:
+    def _check(self, waited_s: float, limit_s: float) -> None:
         late = [rank for rank, flag in enumerate(self._flags[:, 0]) if flag < self._number]
         for rank in late:
             if self._locks.is_free(rank):
                 raise RankLost(f"rank {self.rank} has lost rank {rank}, which has ended")
-        if late and waited_s > self._patience.seconds:
+        if late and waited_s > limit_s:
             raise RankLost(
                 f"rank {self.rank} has lost rank {late[0]}, which did not come to a collective in "
-                f"{self._patience.seconds:.0f} s"
+                f"{limit_s:.0f} s"
             )
 
 
