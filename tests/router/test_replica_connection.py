@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -30,6 +32,7 @@ from tests.router.routed import CHUNKED, OK
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 POST = Call("POST", "/x", [("X-Own", "1")], b"{}")
 GET = Call("GET", "/x")
+TLS_DIR = Path(__file__).parents[1] / "http" / "tls"
 LAST_CHUNK = b"0\r\nX-T: 1\r\n\r\n"
 
 
@@ -482,6 +485,33 @@ async def test_the_replicas_address_may_have_a_path_and_a_login() -> None:
     assert b"Authorization: Basic dTpwQA==\r\n" in replica.heads[0]
     assert b"Authorization: Bearer k\r\n" in replica.heads[1]
     assert b"of the client" not in b"".join(replica.heads)
+
+
+async def test_a_replica_may_speak_tls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its certificate must be one that this machine trusts."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(TLS_DIR / "cert.pem", TLS_DIR / "key.pem")
+    large = OK.replace(b"2\r\n\r\nok", b"%d\r\n\r\n%b" % (1 << 22, bytes(1 << 22)))
+    server = await asyncio.start_server(Scripted([OK, large, OK]), "127.0.0.1", 0, ssl=context)
+    address = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    stranger = Upstream(address, options())
+    with pytest.raises(CannotConnect, match="certificate"):
+        await stranger.ask(POST)
+    monkeypatch.setenv("SSL_CERT_FILE", str(TLS_DIR / "cert.pem"))
+    upstream = Upstream(address, options())
+    for size in (2, 1 << 22, 2):
+        assert len((await whole(upstream))[2]) == size
+    upstream._close_idle()
+    server.close()
+
+
+async def test_a_replica_may_listen_on_a_unix_socket(tmp_path: Path) -> None:
+    replica = Scripted([OK, OK])
+    server = await asyncio.start_unix_server(replica, tmp_path / "s")
+    upstream = Upstream(f"unix:{tmp_path / 's'}", options())
+    assert (await whole(upstream))[2] == (await whole(upstream))[2] == b"ok"
+    assert b"\r\nHost: localhost\r\n" in replica.heads[1]
+    server.close()
 
 
 async def test_bytes_of_a_head_pass_unchanged() -> None:
