@@ -46,6 +46,11 @@ class TokenizeService:
         """The special tokens, which texts leave out; none until the tokenizer is loaded."""
         return frozenset() if self._encoder is None else self._encoder.tokenizer.special_ids
 
+    @property
+    def takes_pictures(self) -> bool:
+        """Whether the model reads pictures; False until it is loaded."""
+        return self._encoder is not None and self._encoder.takes_pictures
+
     async def count(self, prompt: Prompt) -> int:
         """Returns the number of tokens of a prompt, those of its pictures included."""
         return await self.run_on(prompt, lambda encoder, whole: len(encoder.encode(whole)))

@@ -72,6 +72,11 @@ class PictureReader:
         self._settings = settings
         self.domains = domains
 
+    @property
+    def takes_pictures(self) -> bool:
+        """Whether the model reads pictures."""
+        return self._settings is not None
+
     def check(self, prompt: ChatPrompt) -> None:
         """Raises a ClientError for what can be seen without decoding."""
         for number, source in enumerate(prompt.pictures):

@@ -67,6 +67,11 @@ class PromptEncoder:
         self.limits = limits
         self._pictures = pictures or PictureReader()
 
+    @property
+    def takes_pictures(self) -> bool:
+        """Whether the model reads pictures."""
+        return self._pictures.takes_pictures
+
     def prepare(self, request: GenerateRequest) -> Prepared:
         """Checks and encodes a request. Raises the ClientError with which it ends."""
         check_sampling_ids(request.sampling, self.limits)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from aserve.config import Facts, Raw, resolve, shown_settings
 from aserve.http.control.info import version
+from aserve.pictures.reader import PictureReader
+from aserve.pictures.settings import picture_settings
+from aserve.text.lengths import PromptLimits
 from aserve.text.load import load_tokenizer
+from aserve.text.prompt import PromptEncoder
 from aserve.tiny import MODEL_DIR
 from tests.fakes.echo_engine import MAX_MODEL_LEN, EchoEngine
+from tests.fakes.executor import SPEC
 from tests.http.asking import ask, told
 
 MESSAGES = [{"role": "user", "content": "hi <|eot|> there"}]
@@ -32,6 +38,19 @@ async def test_each_description_names_what_clients_look_for(echo: EchoEngine) ->
         answer = await ask(echo, path)
         assert answer.status == 200, path
         assert answer.json | fields == answer.json, path
+
+
+async def test_model_info_says_what_the_model_is_for(echo: EchoEngine) -> None:
+    config = {"architectures": ["Qwen2VLForConditionalGeneration"], "image_token_id": 7}
+    settings = picture_settings(config, {}, where="model")
+    limits = PromptLimits(MAX_MODEL_LEN, echo.tokenizer.vocab_size)
+    for pictures, task in ((None, "generate"), (PictureReader(settings), "embed")):
+        echo.state.settings.spec = msgspec.structs.replace(SPEC, task=task)
+        encoder = PromptEncoder(echo.tokenizer, template=None, limits=limits, pictures=pictures)
+        echo.tokenize_service.open(encoder)
+        info = (await ask(echo, "/model_info")).json
+        assert info["is_generation"] == (task == "generate")
+        assert info["has_image_understanding"] == (pictures is not None)
 
 
 def test_settings_show_neither_keys_nor_files() -> None:

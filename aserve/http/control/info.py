@@ -163,12 +163,12 @@ async def model_info(_: web.Request, context: HttpContext) -> web.Response:
             "model_path": source,
             "tokenizer_path": source,
             "served_model_name": name,
-            "is_generation": True,
+            "is_generation": context.state.task == "generate",
             "max_model_len": context.state.max_model_len,
             "vocab_size": None if spec is None else spec.vocab_size,
             "preferred_sampling_params": msgspec.to_builtins(context.state.defaults),
             "weight_version": context.state.weight_version,
-            "has_image_understanding": False,
+            "has_image_understanding": context.tokenize_service.takes_pictures,
             "has_audio_understanding": False,
         }
     )
