@@ -158,7 +158,7 @@ class RouteOptions:
     )
     other: str | None = option(
         None,
-        "another router, which runs before --stand-in-port, to be measured in turns",
+        "another router, in front of --stand-in-port, to be measured in turns",
         Limits(metavar="URL"),
     )
     other_pid: int | None = option(None, "process of --other, for its CPU time", Limits(low=1))

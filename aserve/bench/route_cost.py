@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import multiprocessing
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
@@ -26,7 +26,7 @@ from aserve.errors import ConfigError
 from aserve.host.threads import new_event_loop
 
 PATH = "/v1/completions"
-BODY = {"model": "m", "prompt": "a", "max_tokens": 0}  # it is the number of chunks
+BODY = {"model": "m", "prompt": "a", "max_tokens": 0}  # max_tokens: the number of chunks
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 NOT_FOUND = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
 STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -57,7 +57,7 @@ class Measured:
 
 async def measure_costs(options: RouteOptions) -> list[RouterCost]:
     """Returns the costs of a bare relay, of aserve's router, and of another one if it is given."""
-    if options.other is not None and options.other_pid is None:
+    if (options.other is None) != (options.other_pid is None):
         raise ConfigError("--other needs --other-pid, the process whose CPU time is measured")
     async with AsyncExitStack() as stack:
         server = await asyncio.start_server(_answer, "127.0.0.1", options.stand_in_port)
@@ -65,7 +65,8 @@ async def measure_costs(options: RouteOptions) -> list[RouterCost]:
         port = server.sockets[0].getsockname()[1]
         direct = f"http://127.0.0.1:{port}"
         own = await stack.enter_async_context(routing("round_robin", [direct]))
-        measured = [stack.enter_context(_relaying(port)), Measured("aserve", own.address, own.pid)]
+        relay = await stack.enter_async_context(_relaying(port))
+        measured = [relay, Measured("aserve", own.address, own.pid)]
         connector = aiohttp.TCPConnector(limit=0)
         client = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         if options.other is not None and options.other_pid is not None:
@@ -126,19 +127,21 @@ async def _cost(
     )
 
 
-@contextlib.contextmanager
-def _relaying(port: int) -> Iterator[Measured]:
+@contextlib.asynccontextmanager
+async def _relaying(port: int) -> AsyncIterator[Measured]:
     """Runs the bare relay in a process of its own while the context is open."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_relay, args=(port, there), daemon=True)
     process.start()
+    there.close()  # else the end of the process would not end the wait
     try:
-        if not here.poll(READY_S):
+        if not await asyncio.to_thread(here.poll, READY_S):
             raise TimeoutError(f"the bare relay did not start within {READY_S:g} seconds")
         assert process.pid is not None
         yield Measured("bare relay", f"http://127.0.0.1:{here.recv()}", process.pid)
     finally:
+        here.close()
         process.kill()
         process.join()
 

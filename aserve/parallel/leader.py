@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import logging
 import socket
 import threading
 import time
@@ -51,6 +52,8 @@ from aserve.parallel.topology import (
     WarmUp,
     WriteKv,
 )
+
+logger = logging.getLogger(__name__)
 
 UP_S = 60.0  # for a rank to import its libraries
 FORGET_S = 1.0  # for the event loop to end what waits for the ranks
@@ -173,8 +176,9 @@ class ParallelExecutor:
         """A profile is that of rank 0. New weights and adapters are written by all ranks, each
         between two steps of its own: no step that runs meanwhile uses them. Each rank checks the
         weights that it has."""
-        if isinstance(job, Profile):
-            return await self._profile(job)
+        if isinstance(job, Profile):  # it goes on if nobody waits for it any more
+            self._profile = asyncio.create_task(self._profile_patiently(job))
+            return await asyncio.shield(self._profile)
         if not isinstance(job, LoadWeights | LoadLora | CheckWeights):
             return await self._own.run_job(job)
         self._num_jobs += 1
@@ -195,7 +199,7 @@ class ParallelExecutor:
             return reason.info()
         return error
 
-    async def _profile(self, job: Profile) -> ErrorInfo | None:
+    async def _profile_patiently(self, job: Profile) -> ErrorInfo | None:
         """Torch begins and ends a profile on the executor's thread, which may take it longer than
         ranks that serve wait for each other."""
         async with self._profiling:
@@ -345,7 +349,8 @@ class ParallelExecutor:
             forgotten.set()
 
         self._loop.call_soon_threadsafe(forget)
-        forgotten.wait(FORGET_S)
+        if not forgotten.wait(FORGET_S):
+            logger.warning("ranks closed while the event loop still waits for them")
 
     def _forget_ranks(self) -> None:
         self._end_moves("the engine closes")

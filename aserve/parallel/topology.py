@@ -178,7 +178,7 @@ class RunJob(Message, frozen=True):
 
 
 class SetPatience(Message, frozen=True):
-    """Says for how long the rank waits for the others from its next launch on."""
+    """Says for how long the rank waits for the others from its next wait on."""
 
     seconds: float
 

@@ -9,9 +9,8 @@ import logging
 import re
 import time
 from collections.abc import Iterable
-from typing import Any
 
-from aiohttp import hdrs, web
+from aiohttp import StreamReader, hdrs, web
 from aiohttp.typedefs import Handler
 
 from aserve.config import Resolved
@@ -196,7 +195,7 @@ class Router:
         except TimeoutError:
             raise refused(408, "The request's body did not arrive in time.") from None
 
-    def _call(self, request: web.Request, data: Any = None) -> Call:
+    def _call(self, request: web.Request, data: bytes | StreamReader | None = None) -> Call:
         """NOTE: a target may be a whole URL (RFC 9112, 3.2.2)."""
         path = request.raw_path
         if not path.startswith("/"):

@@ -9,12 +9,14 @@ import asyncio
 import socket
 import ssl
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import aiohappyeyeballs
 import aiohttp
 import msgspec
+from aiohappyeyeballs import AddrInfoType
 from aiohttp import hdrs
 from yarl import URL
 
@@ -32,6 +34,7 @@ from aserve.router.replica_connection import (
 
 UNIX = "unix:"
 CONNECT_S = 5.0
+RESOLVED_S = 10.0  # for which the addresses of a name are used
 NEXT_ADDRESS_S = 0.25  # before another address of the same name is tried as well
 PROBE_S = 5.0
 # WHY: uvicorn, in front of vLLM and SGLang, closes an idle connection after 5 seconds.
@@ -96,6 +99,7 @@ class Upstream:
         self._url = url.with_user(None)
         self._timeout_s = options.replica_timeout
         self._tls = ssl.create_default_context() if self._url.scheme == "https" else None
+        self._tls_name = (url.host or "").rstrip(".") if self._tls is not None else None
         self._headers: dict[str, str] = {}
         if options.upstream_api_key is not None:
             self._headers[hdrs.AUTHORIZATION] = f"Bearer {options.upstream_api_key}"
@@ -104,6 +108,9 @@ class Upstream:
         self._idle: deque[tuple[float, ReplicaConnection]] = deque()  # by the time of last use
         self._sweep: asyncio.TimerHandle | None = None
         self._is_closed = False
+        self._resolving = asyncio.Lock()
+        self._found: Sequence[AddrInfoType] = ()
+        self._resolved_until_s = 0.0
 
     def open(self) -> None:
         connector: aiohttp.BaseConnector
@@ -181,7 +188,7 @@ class Upstream:
         """
         async with asyncio.timeout(PROBE_S):
             health = await self.ask_whole(Call(hdrs.METH_GET, "/health"))
-            if health.status >= 400:
+            if health.status >= 300:
                 raise CannotServe(f"the replica's /health is {health.status}")
             load = await self.ask_whole(Call(hdrs.METH_GET, "/load"))
         return load_in(load.body) if load.status == 200 else None
@@ -201,34 +208,41 @@ class Upstream:
     async def _connect(self) -> ReplicaConnection:
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(CONNECT_S):
-                if self.address.startswith(UNIX):
-                    path = self.address.removeprefix(UNIX)
+            if self.address.startswith(UNIX):
+                path = self.address.removeprefix(UNIX)
+                async with asyncio.timeout(CONNECT_S):
                     _, connection = await loop.create_unix_connection(ReplicaConnection, path)
-                    return connection
-                sock = await self._connected_socket()
-                name = self._url.host if self._tls is not None else None
-                _, connection = await loop.create_connection(
-                    ReplicaConnection, sock=sock, ssl=self._tls, server_hostname=name
-                )
                 return connection
+            found = await self._resolved()
+            async with asyncio.timeout(CONNECT_S):
+                sock = await aiohappyeyeballs.start_connection(
+                    found, happy_eyeballs_delay=NEXT_ADDRESS_S, interleave=1
+                )
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                _, connection = await loop.create_connection(
+                    ReplicaConnection, sock=sock, ssl=self._tls, server_hostname=self._tls_name
+                )
+            return connection
         except OSError as error:
+            self._resolved_until_s = 0.0  # the name may have another address now
             why = str(error) or f"it has not accepted within {CONNECT_S:g} seconds"
             raise CannotConnect(f"cannot connect to the replica: {why}") from error
 
-    async def _connected_socket(self) -> socket.socket:
-        """A name may have several addresses, of which some are dead (RFC 8305): uvloop would wait
-        for each of them.
+    async def _resolved(self) -> Sequence[AddrInfoType]:
+        """Returns the addresses of the name, of which some may be dead (RFC 8305). Those that ask
+        at the same time share a lookup, which may be slow without the replica being down.
         """
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(
-            self._url.host, self._url.port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
-        )
-        sock = await aiohappyeyeballs.start_connection(
-            found, happy_eyeballs_delay=NEXT_ADDRESS_S, interleave=1
-        )
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return sock
+        async with self._resolving:
+            if loop.time() >= self._resolved_until_s:
+                self._found = await loop.getaddrinfo(
+                    self._url.host,
+                    self._url.port,
+                    type=socket.SOCK_STREAM,
+                    proto=socket.IPPROTO_TCP,
+                )
+                self._resolved_until_s = loop.time() + RESOLVED_S
+            return self._found
 
     def _close_idle(self) -> None:
         """Closes the connections that nobody has used for a while, and comes again for others."""

@@ -11,6 +11,7 @@ from tests.architecture.source import FUNCTIONS, Finding, Module, dotted, is_und
 
 TASK_HOMES = (
     *("aserve/actors/base.py", "aserve/http/responses/live.py"),
+    "aserve/parallel/leader.py",  # a profile ends although its client has gone
     "aserve/router/replica_connection.py",  # a body is sent while its answer is awaited
     "aserve/http/streams/resumable.py",  # an answer that goes on without its client
     "aserve/http/control/weights.py",  # an update of weights goes on, too

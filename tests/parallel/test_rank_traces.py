@@ -73,6 +73,7 @@ class RankThread(RankProcess):
     def __init__(self, place: Coordinates, executor: LocalExecutor, patience: Patience) -> None:
         self.number = place.rank
         self.executor = executor
+        self.patience = patience
         self.socket, theirs = socket.socketpair()
         self._stream = cast(IO[bytes], self.socket.makefile("rwb"))
         self._splitter = FrameSplitter()

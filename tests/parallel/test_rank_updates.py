@@ -16,10 +16,10 @@ from aserve.engine_core import LocalExecutor
 from aserve.gpu.profiler import Profiler
 from aserve.host.threads import in_thread
 from aserve.messages.changes import CheckWeights, LoadWeights, Profile
-from aserve.parallel.topology import Patience
+from aserve.parallel.topology import LONG_S, Patience
 from aserve.tiny import MODEL_DIR
 from tests.gpu.drive import serve_between
-from tests.parallel.test_rank_traces import LAYOUTS, joined
+from tests.parallel.test_rank_traces import LAYOUTS, RankThread, joined
 from tests.parallel.test_ranks import FAR, MOVING, asks, loaded, resolved_of
 from tools.train_models.folder import MODELS_DIR, complete_folder
 
@@ -28,7 +28,7 @@ CASES = {
     **{name: LAYOUTS[name] for name in ("tp 2", "pp 2", "dp 2", "ep 2")},
     BALANCED: ({"expert_parallel_size": 2, **MOVING}, "moe"),
 }
-IMPATIENT_S = 1.0
+IMPATIENT_S = 2.0
 SNAPSHOT, COMPARE = CheckWeights(1, compares=False), CheckWeights(2, compares=True)
 
 
@@ -73,11 +73,22 @@ async def test_ranks_wait_for_a_profile_that_takes_long(
     executor = joined(resolved_of(tensor_parallel_size=2), tmp_path / "store")
     try:
         expected = await first_outputs(executor)
+        [rank] = executor.ranks
+        assert isinstance(rank, RankThread)
         profiled = asyncio.create_task(executor.run_job(Profile(1)))
         async with asyncio.timeout(20):
             assert await outputs_of(executor, 2) == expected
         assert await profiled is None
-        assert executor.patience.seconds == IMPATIENT_S
+        gone = asyncio.create_task(executor.run_job(Profile(1)))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.sleep(0)
+        assert executor.patience.seconds == LONG_S, "the profile goes on"
+        async with asyncio.timeout(20):
+            assert await outputs_of(executor, 3) == expected
+            assert await executor._profile is None
+        assert await outputs_of(executor, 4) == expected
+        assert rank.patience.seconds == executor.patience.seconds == IMPATIENT_S
     finally:
         executor.close()
 
@@ -87,7 +98,7 @@ def serve_impatiently(patience: Patience, *, has_own_rows: bool) -> None:
 
 
 def hold_thread() -> None:
-    threading.Event().wait(2.5 * IMPATIENT_S)
+    threading.Event().wait(1.5 * IMPATIENT_S)
 
 
 @pytest.mark.parametrize("in_loop", [True, False], ids=["in the loop", "in a thread"])

@@ -230,10 +230,17 @@ async def test_a_killed_rank_ends_the_engine_at_once() -> None:
     [
         (Shard(0, 2), ONE_STAGE),
         (Shard(0, 2, experts=ExpertPart(0, 2)), ONE_STAGE),
+        (Shard(experts=ExpertPart(0, 2)), ONE_STAGE),
         (Shard(0, 2, has_own_rows=True), ONE_STAGE),
         (Shard(), Stage(0, 2)),
     ],
-    ids=["tensor parallel", "expert parallel", "data parallel", "pipeline parallel"],
+    ids=[
+        "tensor parallel",
+        "tensor and expert parallel",
+        "expert parallel",
+        "data parallel",
+        "pipeline parallel",
+    ],
 )
 def test_ranks_refuse_a_diffusion_model_before_any_weight_is_read(
     shard: Shard, stage: Stage

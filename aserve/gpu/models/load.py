@@ -119,7 +119,8 @@ class NativeLoader:
                 f"{architecture} cannot be divided into stages; leave out --pipeline-parallel-size",
                 param="pipeline_parallel_size",
             )
-        if not is_staged and target.shard.num_ranks == 1:
+        shard = target.shard
+        if not is_staged and shard.num_ranks == 1 and shard.experts is None:
             return
         weights = Inventory(torch.float32)
         whole = self.family.build(self.config, weights, max_model_len=1)

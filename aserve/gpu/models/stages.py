@@ -110,6 +110,9 @@ class StageWeights:
         )
 
     def number(self, names: tuple[str, ...], *, default: float) -> float:
+        """NOTE: also of other stages' layers: all compare all scales of new weights with those of
+        the model, so that all refuse them, or none.
+        """
         return self._source.number(names, default=default)
 
     def linear(self, parts: Mapping[str, int], *, in_features: int, bias: bool) -> LinearOp:
