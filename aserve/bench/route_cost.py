@@ -1,4 +1,4 @@
-"""What a router costs, and how that compares with a bare relay of bytes and with another router.
+"""Measures what a router costs, beside a bare relay of bytes and beside another router.
 
 All of them stand before the same stand-in, which answers at once, and take turns.
 """

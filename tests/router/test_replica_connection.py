@@ -82,6 +82,23 @@ class Scripted:
             writer.write(answer)
 
 
+class Kept:
+    """Answers one request, and leaves its connection open. `closed` is set when the router closes
+    it. `ends` are the last bytes of the request.
+    """
+
+    def __init__(self, answer: bytes, *, ends: bytes = b"\r\n\r\n{}") -> None:
+        self.closed = asyncio.Event()
+        self._answer = answer
+        self._ends = ends
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(self._ends)
+        writer.write(self._answer)
+        await reader.read()
+        self.closed.set()
+
+
 async def whole(upstream: Upstream, call: Call = POST) -> tuple[int, str, bytes]:
     answer = await upstream.ask(call)
     try:
@@ -180,17 +197,11 @@ async def test_what_may_be_sent_twice_is_sent_again_if_an_idle_connection_was_cl
 
 async def test_idle_connections_are_closed_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upstream_module, "KEEP_ALIVE_S", 0.05)
-    closed = asyncio.Event()
+    replica = Kept(OK)
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await request_of(reader)
-        writer.write(OK)
-        await reader.read()
-        closed.set()
-
-    async with asking(serve) as upstream, asyncio.timeout(5):
+    async with asking(replica) as upstream, asyncio.timeout(5):
         await whole(upstream)
-        await closed.wait()
+        await replica.closed.wait()
 
 
 @pytest.mark.parametrize(
@@ -224,31 +235,18 @@ async def test_trailers_are_bounded(piece: bytes) -> None:
 
 
 async def test_no_connection_stays_when_its_answer_breaks_with_its_head() -> None:
-    closed = asyncio.Event()
+    replica = Kept(CHUNKED + b"zz\r\n")
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await request_of(reader)
-        writer.write(CHUNKED + b"zz\r\n")
-        await reader.read()
-        closed.set()
-
-    async with asking(serve) as upstream, asyncio.timeout(5):
+    async with asking(replica) as upstream, asyncio.timeout(5):
         with pytest.raises(AnswerBroken):
             await upstream.ask(POST)
-        await closed.wait()
+        await replica.closed.wait()
 
 
 async def test_no_connection_stays_when_its_client_goes_as_the_head_arrives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    closed = asyncio.Event()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await request_of(reader)
-        writer.write(CHUNKED)
-        await reader.read()
-        closed.set()
-
+    replica = Kept(CHUNKED)
     receive = ReplicaConnection.data_received
 
     def received(connection: ReplicaConnection, data: bytes) -> None:
@@ -256,23 +254,17 @@ async def test_no_connection_stays_when_its_client_goes_as_the_head_arrives(
         asked.cancel()
 
     monkeypatch.setattr(ReplicaConnection, "data_received", received)
-    async with asking(serve) as upstream, asyncio.timeout(5):
+    async with asking(replica) as upstream, asyncio.timeout(5):
         asked = asyncio.create_task(upstream.ask(POST))
         with pytest.raises(asyncio.CancelledError):
             await asked
-        await closed.wait()
+        await replica.closed.wait()
 
 
 async def test_no_connection_stays_when_its_client_goes_at_the_end() -> None:
-    closed = asyncio.Event()
+    replica = Kept(OK, ends=b"0\r\n\r\n")
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"0\r\n\r\n")
-        writer.write(OK)
-        await reader.read()
-        closed.set()
-
-    async with asking(serve) as upstream, asyncio.timeout(5):
+    async with asking(replica) as upstream, asyncio.timeout(5):
         answer = await upstream.ask(Call("POST", "/x", [], body_of(b"ab")))
         assert await answer.read() == b"ok"
         ending = asyncio.create_task(upstream.release(answer))
@@ -280,7 +272,7 @@ async def test_no_connection_stays_when_its_client_goes_at_the_end() -> None:
         ending.cancel()
         await asyncio.wait([ending])
         assert ending.cancelled()
-        await closed.wait()
+        await replica.closed.wait()
 
 
 async def test_of_a_name_with_a_dead_address_the_other_is_used(
