@@ -79,6 +79,7 @@ ZERO_OF_8_BITS, ZERO_OF_4_BITS = ZEROS[8], ZEROS[4]  # for compiled code
 DIGIT: type[np.int8 | np.int16] = np.int8 if HAS_BYTE_DOTS else np.int16
 DIGIT_BITS = 8 * np.dtype(DIGIT).itemsize
 DIGITS_PER_WORD = 32 // DIGIT_BITS
+OTHER_BITS = np.int32(32 - DIGIT_BITS)  # of an int32 whose lowest bits are a digit
 # Of bfloat16 and float32: the digits, and the largest integer, whose highest digit is the greatest.
 BF16_DIGITS, FLOAT32_DIGITS = (2, 3) if HAS_BYTE_DOTS else (1, 1)
 LARGEST_OF_BF16, LARGEST_OF_FLOAT32 = (
@@ -198,8 +199,8 @@ def _take_digit(rest: Int32s, target: Integers) -> np.int32:
     """Moves the lowest digit of each integer to `target`, and returns their sum."""
     total = np.int32(0)
     for i in range(np.uint64(rest.shape[0])):
-        target[i] = rest[i]  # the lowest bits
-        digit = np.int32(target[i])
+        digit = np.int32(rest[i] << OTHER_BITS) >> OTHER_BITS  # the lowest bits, with their sign
+        target[i] = digit
         total += digit
         rest[i] = np.int32(rest[i] - digit) >> np.int32(DIGIT_BITS)
     return total
