@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -31,7 +32,8 @@ from aserve.gpu.step.forward_batch import ForwardBatch, ForwardOverrides
 from aserve.gpu.step.future_map import FutureMap
 from aserve.gpu.step.resolve import DeviceState
 from aserve.gpu.weights.source import Target
-from aserve_kernels.cpu.decoder_forward import decoder_step
+from aserve_kernels.cpu.decoder_forward import StepOutputs, StepRows, decoder_step
+from aserve_kernels.cpu.host_rows import Int64s
 from tests.gpu.batch_builder import Spans, running, tokens_by_row
 from tests.gpu.device_tables import CPU, device_batch, make_pools
 from tests.load_model import load_model
@@ -259,6 +261,32 @@ async def test_a_step_in_one_call_draws_the_tokens_of_its_parts(
             found, expected = [tokens_by_row(await ticket) for ticket in pair]
             assert found == expected
     assert step.call_count == len(STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+async def test_tokens_that_nobody_reads_are_left_out_of_the_last_layer(
+    dtype: torch.dtype, reference_of: ReferenceOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = rounded(reference_of("qwen3-mixed"), dtype, tmp_path)
+    num_outputs: list[int] = []
+
+    async def tokens_of(keeps_hidden: bool) -> list[object]:
+        def step(ids: Int64s, lens: Int64s, rows: StepRows, *given: Any, **how: Any) -> StepOutputs:
+            if keeps_hidden:
+                rows = replace(rows, num_read=rows.query_lens)
+            num_outputs.append(int(rows.num_read.sum()))
+            return decoder_step(ids, lens, rows, *given, **how)
+
+        monkeypatch.setattr(fused_decoder, "decoder_step", step)
+        async with running(executor_of(directory, "auto", dtype), temperature=0.9) as run:
+            tickets = [run.launch(lens, sampling=sampling) for lens, sampling in STEPS]
+            return [tokens_by_row(await ticket) for ticket in tickets]
+
+    assert await tokens_of(keeps_hidden=False) == await tokens_of(keeps_hidden=True)
+    num_read = [len(sampling) for _, sampling in STEPS]
+    num_tokens = [sum(map(len, spans.values())) for spans, _ in STEPS]
+    assert num_outputs == [*num_read, *num_tokens]
 
 
 @pytest.mark.slow

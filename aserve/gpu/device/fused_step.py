@@ -47,7 +47,7 @@ class FusedWindows:
     counts: Int64s  # [rows], the tokens that each row gets
     token_ids: Int64s  # [tokens], without placeholders
     kv_lens: Int64s  # [rows], exact KV lengths before the step
-    hidden: Tensor  # [tokens, hidden], after the final norm
+    hidden: Tensor  # [tokens, hidden], after the final norm, if `verify` kept them
 
     @property
     def lens(self) -> Int64s:
@@ -61,10 +61,16 @@ class FusedDecoder(FusedStep, Protocol):
     """A fused step whose windows a drafter may follow."""
 
     def verify(
-        self, plan: StepPlan, capture: HiddenCapture | None = None, *, is_block: bool = False
+        self,
+        plan: StepPlan,
+        capture: HiddenCapture | None = None,
+        *,
+        is_block: bool = False,
+        keeps_hidden: bool = False,
     ) -> FusedWindows:
-        """Does the work of `step` but for publishing, and returns what a drafter reads. Fills
-        `capture` as `CausalModel.forward` does. Where the relay has distributions of drafts, these
+        """Does the work of `step` but for publishing, and returns what a drafter reads, the hidden
+        states of all tokens only with `keeps_hidden`. Fills `capture` as `CausalModel.forward`
+        does. Where the relay has distributions of drafts, these
         are verified by rejection sampling, or as blocks."""
 
 

@@ -120,10 +120,11 @@ class Verified:
 @dataclass(frozen=True, slots=True)
 class HiddenWants:
     """The hidden states of the target that a drafter reads: the residual stream after some layers,
-    or what enters the final norm; without either, what leaves the final norm."""
+    or what enters the final norm; without either, what leaves the final norm, or nothing."""
 
     layer_ids: tuple[int, ...] = ()
     before_norm: bool = False
+    nothing: bool = False
 
     def capture(self) -> HiddenCapture | None:
         """Returns a new capture for one forward, or None if it needs none."""
@@ -133,6 +134,8 @@ class HiddenWants:
 
     def features(self, capture: HiddenCapture | None, hidden: Tensor) -> tuple[Tensor, ...]:
         """Returns the hidden states of a forward, [tokens, hidden] each."""
+        if self.nothing:
+            return ()
         if capture is None:
             return (hidden,)
         if capture.before_norm is not None:
@@ -141,6 +144,7 @@ class HiddenWants:
 
 
 AFTER_NORM = HiddenWants()
+NO_HIDDEN = HiddenWants(nothing=True)
 
 
 class Drafter(Protocol):

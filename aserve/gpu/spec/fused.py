@@ -79,7 +79,10 @@ class FusedSpeculation:
         if drafter is not None and plan.num_drafts.any():
             drafter.draft(plan)
         capture = None if drafter is None else self._wants.capture()
-        windows = self._target.verify(plan, capture, is_block=self._is_block)
+        keeps_hidden = drafter is not None and not self._wants.nothing
+        windows = self._target.verify(
+            plan, capture, is_block=self._is_block, keeps_hidden=keeps_hidden
+        )
         if plan.batch.verify or not plan.is_exact:  # otherwise the host knows the lengths
             publish(torch.from_numpy(windows.lens).to(torch.int32))
         if drafter is not None:

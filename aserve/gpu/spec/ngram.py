@@ -23,7 +23,7 @@ from aserve.gpu.decode.base import StepRunner
 from aserve.gpu.device.fused_step import FusedWindows
 from aserve.gpu.sampling.namespaces import NUM_SHARES
 from aserve.gpu.spec.base import (
-    AFTER_NORM,
+    NO_HIDDEN,
     DraftRows,
     Drafts,
     Verified,
@@ -66,7 +66,7 @@ class NgramDrafter:
         self.shared = shared
         self.max_drafts = max_drafts
         self.tree: DraftTree | None = None
-        self.wants = AFTER_NORM
+        self.wants = NO_HIDDEN
         self.fields: tuple[RelayField, ...] = ()
         self.key_lookahead = 0
         self.num_forwards = 0

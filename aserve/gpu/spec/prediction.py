@@ -23,7 +23,7 @@ from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.gpu.decode.base import DecodeMode, OnPublish, StepRunner
 from aserve.gpu.device.fused_step import FusedWindows
 from aserve.gpu.device.ops import MakeFusedDraft
-from aserve.gpu.spec.base import AFTER_NORM, Drafter, DraftRows, Drafts, Verified, histories_of
+from aserve.gpu.spec.base import NO_HIDDEN, Drafter, DraftRows, Drafts, Verified, histories_of
 from aserve.gpu.spec.fused import (
     FusedDrafter,
     FusedLookup,
@@ -76,7 +76,7 @@ class Predicting:
         self._match = match
         self.tree: DraftTree | None = None
         self.max_drafts = NUM_PREDICTED
-        self.wants, self.key_lookahead, self.num_forwards = AFTER_NORM, 0, 0
+        self.wants, self.key_lookahead, self.num_forwards = NO_HIDDEN, 0, 0
         self.fields: tuple[RelayField, ...] = ()
         if drafter is not None:
             self.max_drafts = max(NUM_PREDICTED, drafter.max_drafts + 1)

@@ -17,7 +17,7 @@ from aserve.gpu.decode.base import StepRunner
 from aserve.gpu.models.base import Attend, CausalModel, DraftModel
 from aserve.gpu.models.load import make_loader
 from aserve.gpu.models.ngram_embedding import id_window_of
-from aserve.gpu.spec.base import AFTER_NORM, DraftRows, Drafts, Verified
+from aserve.gpu.spec.base import NO_HIDDEN, DraftRows, Drafts, Verified
 from aserve.gpu.spec.checkpoint import DRAFT_PATH, check_vocabulary, check_windows
 from aserve.gpu.spec.drafting import draw_drafts, extend_inputs
 from aserve.gpu.spec.fused_chain import fuse_tokens
@@ -36,7 +36,7 @@ class Standalone:
         self.model = model
         self.max_drafts = max_drafts
         self.tree: DraftTree | None = None
-        self.wants = AFTER_NORM
+        self.wants = NO_HIDDEN
         self.fields: tuple[RelayField, ...] = ()
         self.key_lookahead = 0
         self.num_forwards = max_drafts + 1

@@ -63,6 +63,9 @@ class StepRows:
     query_lens: Int64s
     num_drafts: Int64s  # the last tokens of the row, which the relay has
     is_sampled: Int64s  # 0 for a chunk that is not the prompt's last
+    # The last tokens of the row whose hidden states are read: those of its window, or all, as they
+    # are where a layer is captured.
+    num_read: Int64s
     slots: Int64s  # [tokens], of adapters
     num_samples: int
     num_logits: int  # tokens of all windows
@@ -77,7 +80,9 @@ class StepOutputs:
     counts: Int64s  # [rows], the tokens that each row gets
     token_ids: Int64s  # [tokens], without placeholders
     kv_lens: Int64s  # [rows], exact KV lengths before the step
-    hidden: Floats  # [tokens, hidden] after the final norm, in the model's dtype
+    # [tokens, hidden] after the final norm, in the model's dtype. Those that are read come first,
+    # row after row; the others are undefined.
+    hidden: Floats
     streams: Floats  # [captured, tokens, hidden], residual streams in the model's dtype
 
 
@@ -137,7 +142,7 @@ def decoder_step(
     token_ids = np.empty_like(input_ids)
     out, streams = _empty_outputs(len(input_ids), tables)
     known = (rows.rows, kv_lens, rows.is_bound, rows.query_lens, rows.num_drafts)
-    inputs = (input_ids, *known, rows.is_sampled, rows.slots, tables.captured)
+    inputs = (input_ids, *known, rows.is_sampled, rows.num_read, rows.slots, tables.captured)
     written = (counts, token_ids, exact_lens, out, streams, words)
     numbers = (iteration, int(is_block))
     step = _step_alone if num_workers == 1 else _step
@@ -177,7 +182,7 @@ def compile_decoder_forward(
     written = (table, streams, residual, kv)
     compile_ahead(forward, COLUMN, table, *[COLUMN] * 6, *RECORDS, *written, *team)
     results = (*[COLUMN] * 3, table, streams, words, kv, *team)
-    compile_ahead(step, *[COLUMN] * 9, *[types.int64] * 2, *RECORDS, *results)
+    compile_ahead(step, *[COLUMN] * 10, *[types.int64] * 2, *RECORDS, *results)
 
 
 @cached_njit(parallel=True, nogil=True)
@@ -222,8 +227,8 @@ def _forward_share(
     first, last = share_of(stream.shape[0], team)
     buffers.hidden[first:last] = stream[first:last]
     run_layers(
-        ids, hiddens, rows, lens, starts, query_lens, slots, models[0], layers, loras, captured,
-        out, streams, buffers, team,
+        ids, hiddens, rows, lens, starts, query_lens, query_lens, slots, models[0], layers, loras,
+        captured, out, streams, buffers, team,
     )  # fmt: skip
     stream[first:last] = buffers.hidden[first:last]
 
@@ -231,8 +236,8 @@ def _forward_share(
 @cached_njit(parallel=True, nogil=True)
 def _step(
     ids: Int64s, rows: Int64s, kv_lens: Int64s, is_bound: Int64s, query_lens: Int64s,
-    num_drafts: Int64s, is_sampled: Int64s, slots: Int64s, captured: Int64s, iteration: int,
-    is_block: int, models: Records, layers: Records, loras: Records,
+    num_drafts: Int64s, is_sampled: Int64s, num_read: Int64s, slots: Int64s, captured: Int64s,
+    iteration: int, is_block: int, models: Records, layers: Records, loras: Records,
     counts: Int64s, token_ids: Int64s, exact_lens: Int64s, out: Floats, streams: Floats,
     words: Int32s, kv: Floats, meeting: Int64s, num_workers: int,
 ) -> None:  # fmt: skip
@@ -244,17 +249,18 @@ def _step(
     logits = np.empty((num_logits, models[0].vocab), np.float32)
     for worker in prange(num_workers):
         _step_share(
-            ids, rows, kv_lens, is_bound, query_lens, num_drafts, is_sampled, slots, captured,
-            iteration, is_block, models, layers, loras, counts, token_ids, exact_lens, out, streams,
-            words, kv, starts, lens, wide, narrow_, gathered, logits, meeting, worker, num_workers,
+            ids, rows, kv_lens, is_bound, query_lens, num_drafts, is_sampled, num_read, slots,
+            captured, iteration, is_block, models, layers, loras, counts, token_ids, exact_lens,
+            out, streams, words, kv, starts, lens, wide, narrow_, gathered, logits, meeting, worker,
+            num_workers,
         )  # fmt: skip
 
 
 @cached_njit(nogil=True)
 def _step_alone(
     ids: Int64s, rows: Int64s, kv_lens: Int64s, is_bound: Int64s, query_lens: Int64s,
-    num_drafts: Int64s, is_sampled: Int64s, slots: Int64s, captured: Int64s, iteration: int,
-    is_block: int, models: Records, layers: Records, loras: Records,
+    num_drafts: Int64s, is_sampled: Int64s, num_read: Int64s, slots: Int64s, captured: Int64s,
+    iteration: int, is_block: int, models: Records, layers: Records, loras: Records,
     counts: Int64s, token_ids: Int64s, exact_lens: Int64s, out: Floats, streams: Floats,
     words: Int32s, kv: Floats, meeting: Int64s, num_workers: int,
 ) -> None:  # fmt: skip
@@ -266,17 +272,18 @@ def _step_alone(
     logits = np.empty((num_logits, models[0].vocab), np.float32)
     for worker in range(num_workers):
         _step_share(
-            ids, rows, kv_lens, is_bound, query_lens, num_drafts, is_sampled, slots, captured,
-            iteration, is_block, models, layers, loras, counts, token_ids, exact_lens, out, streams,
-            words, kv, starts, lens, wide, narrow_, gathered, logits, meeting, worker, num_workers,
+            ids, rows, kv_lens, is_bound, query_lens, num_drafts, is_sampled, num_read, slots,
+            captured, iteration, is_block, models, layers, loras, counts, token_ids, exact_lens,
+            out, streams, words, kv, starts, lens, wide, narrow_, gathered, logits, meeting, worker,
+            num_workers,
         )  # fmt: skip
 
 
 @njit(nogil=True)
 def _step_share(
     ids: Int64s, rows: Int64s, kv_lens: Int64s, is_bound: Int64s, query_lens: Int64s,
-    num_drafts: Int64s, is_sampled: Int64s, slots: Int64s, captured: Int64s, iteration: int,
-    is_block: int, models: Records, layers: Records, loras: Records,
+    num_drafts: Int64s, is_sampled: Int64s, num_read: Int64s, slots: Int64s, captured: Int64s,
+    iteration: int, is_block: int, models: Records, layers: Records, loras: Records,
     counts: Int64s, token_ids: Int64s, exact_lens: Int64s, out: Floats, streams: Floats,
     words: Int32s, kv: Floats, starts: Int64s, lens: Int64s, wide: Float32s, narrow_: Floats,
     gathered: Floats, logits: Float32s, meeting: Int64s, worker: int, num_workers: int,
@@ -287,12 +294,12 @@ def _step_share(
         _resolve(ids, rows, lens, starts, query_lens, num_drafts, model, token_ids)
     meet(team)
     run_layers(
-        token_ids, out[:0], rows, lens, starts, query_lens, slots, model, layers, loras, captured,
-        out, streams, buffers_in(wide, narrow_, ids.shape[0], model, kv), team,
+        token_ids, out[:0], rows, lens, starts, query_lens, num_read, slots, model, layers, loras,
+        captured, out, streams, buffers_in(wide, narrow_, ids.shape[0], model, kv), team,
     )  # fmt: skip
     _accept(
-        rows, exact_lens, starts, query_lens, num_drafts, is_sampled, iteration, is_block, model,
-        token_ids, out, gathered, logits, counts, words, team,
+        rows, exact_lens, starts, query_lens, num_read, num_drafts, is_sampled, iteration, is_block,
+        model, token_ids, out, gathered, logits, counts, words, team,
     )  # fmt: skip
     if worker == 0:
         _publish(rows, lens, num_drafts, is_sampled, counts, model)
@@ -359,9 +366,10 @@ def _num_logits(is_sampled: Int64s, num_drafts: Int64s) -> int:
 
 @njit(inline="always")
 def _accept(
-    rows: Int64s, kv_lens: Int64s, starts: Int64s, query_lens: Int64s, num_drafts: Int64s,
-    is_sampled: Int64s, iteration: int, is_block: int, model: Any, token_ids: Int64s,
-    hidden: Floats, gathered: Floats, logits: Float32s, counts: Int64s, words: Int32s, team: Team,
+    rows: Int64s, kv_lens: Int64s, starts: Int64s, query_lens: Int64s, num_read: Int64s,
+    num_drafts: Int64s, is_sampled: Int64s, iteration: int, is_block: int, model: Any,
+    token_ids: Int64s, hidden: Floats, gathered: Floats, logits: Float32s, counts: Int64s,
+    words: Int32s, team: Team,
 ) -> None:  # fmt: skip
     """Draws the tokens of each window in order, up to the first that differs from the draft after
     it. Nodes after that are not drawn, and count as valid. A window that is verified as a block is
@@ -373,12 +381,15 @@ def _accept(
     num_samples = sampled.shape[0]
     num_tokens = num_samples * width
     is_valid = words[num_tokens + num_samples :]
-    # Of each logits row: its index in `sampled`, and its place in the window.
+    # Of each logits row: its index in `sampled`, its place in the window, and its hidden state.
     samples, places = np.empty_like(is_valid), np.empty_like(is_valid)
+    ends, hidden_rows = num_read.cumsum(), np.empty_like(is_valid)
     logits_row = 0
     for i in range(num_samples):
-        for place in range(1 + num_drafts[sampled[i]]):
+        window = 1 + num_drafts[sampled[i]]
+        for place in range(window):
             samples[logits_row], places[logits_row] = i, place
+            hidden_rows[logits_row] = ends[sampled[i]] - window + place
             logits_row += 1
     last_token = array_at(model.last_token, (model.table_rows,), rows)
     written_iter = array_at(model.written_iter, (model.table_rows,), rows)
@@ -388,11 +399,9 @@ def _accept(
         num = min(MAX_LOGITS_ROWS, is_valid.shape[0] - first)
         first_own, last_own = share_of(num, team)
         for i in range(first_own, last_own):
-            r = sampled[samples[first + i]]
-            token = starts[r] + query_lens[r] - 1 - num_drafts[r] + places[first + i]
             is_valid[first + i] = 1
             for d in range(model.hidden):
-                gathered[i, d] = hidden[token, d]
+                gathered[i, d] = hidden[hidden_rows[first + i], d]
         meet(team)
         write_logits(gathered[:num], model, logits[:num], team.worker, team.num_workers)
         meet(team)

@@ -175,16 +175,19 @@ def buffers_in(wide: Float32s, narrow_: Floats, num_tokens: int, model: Any, kv:
 @njit(inline="always")
 def run_layers(
     ids: Int64s, hiddens: Floats, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
-    slots: Int64s, model: Any, layers: Records, loras: Records, captured: Int64s,
+    num_read: Int64s, slots: Int64s, model: Any, layers: Records, loras: Records, captured: Int64s,
     out: Floats, streams: Floats, buffers: Buffers, team: Team,
 ) -> None:  # fmt: skip
     """Writes the output of the layers, [tokens, hidden], and the captured residual streams. All
     workers have written when it returns.
 
-    ids [tokens]; without embeddings, buffers.hidden has the residual stream that the layers begin
-    with; hiddens [tokens, joined] of a model that reads hidden states, which has a team of
-    one; lens [rows], with these tokens; slots [tokens] of adapters, if there are any. Tokens of a
-    row are its last ones, or, where the layers store nothing, have the row's last position.
+    num_read [rows] is how many last tokens of each row the caller reads: all, or fewer where
+    nothing is captured and the model is causal. Their outputs come first in `out`, row after row,
+    and the last layer computes no more of the others than keys and values. ids [tokens]; without
+    embeddings, buffers.hidden has the residual stream that the layers begin with; hiddens [tokens,
+    joined] of a model that reads hidden states, which has a team of one; lens [rows], with these
+    tokens; slots [tokens] of adapters, if there are any. Tokens of a row are its last ones, or,
+    where the layers store nothing, have the row's last position.
     """
     num_tokens = ids.shape[0]
     worker, num_workers = team.worker, team.num_workers
@@ -194,7 +197,8 @@ def run_layers(
     hidden, attended, gated, heads, gate_up, added, kv = buffers
     own_hidden, own_added = hidden[first:last], added[first:last]
     own_slots = slots[first:last]
-    num_heads = heads.shape[1]
+    num_heads, num_kept = heads.shape[1], num_read.sum()
+    query_starts, num_queries = starts, query_lens
     inputs = x
     if model.embeddings == 0:
         _norm_rows(own_hidden, model, own)
@@ -212,8 +216,21 @@ def run_layers(
         _add_lora(source[first:last], own_slots, loras, 4 * index, flat_heads[first:last])
         store_keys(model, layer, rows, lens, starts, query_lens, heads, attended, kv, first, last)
         meet(team)
-        _attend(model, layer, rows, lens, starts, query_lens, heads, attended, kv, team)
+        if index == layers.shape[0] - 1:
+            query_starts, num_queries = starts + query_lens - num_read, num_read
+        _attend(model, layer, rows, lens, query_starts, num_queries, heads, attended, kv, team)
         meet(team)
+        if index == layers.shape[0] - 1 and num_kept < num_tokens:
+            if worker == 0:
+                _move_to_front(query_starts, num_queries, attended, hidden)
+            slots = _slots_at(query_starts, num_queries, slots)
+            num_tokens = num_kept
+            first, last = share_of(num_tokens, team)
+            attended, gated, added = attended[:num_kept], gated[:num_kept], added[:num_kept]
+            x, gate_up = x[:num_kept], gate_up[:num_kept]
+            own, own_hidden, own_added = x[first:last], hidden[first:last], added[first:last]
+            own_slots = slots[first:last]
+            meet(team)
         flat = attended.reshape((num_tokens, model.heads * model.head_dim))
         multiply_by(layer.out, flat, added, worker, num_workers)
         meet(team)
@@ -241,6 +258,27 @@ def run_layers(
             if captured[number] == index:
                 narrow(own_hidden.reshape(-1), streams[number][first:last].reshape(-1))
         meet(team)
+
+
+@njit(nogil=True)
+def _move_to_front(starts: Int64s, num_queries: Int64s, attended: Floats, hidden: Float32s) -> None:
+    """Moves the vectors of these tokens of each row to the front, row after row."""
+    kept = 0
+    for r in range(starts.shape[0]):
+        for token in range(starts[r], starts[r] + num_queries[r]):
+            attended[kept] = attended[token]
+            hidden[kept] = hidden[token]
+            kept += 1
+
+
+@njit(nogil=True)
+def _slots_at(starts: Int64s, num_queries: Int64s, slots: Int64s) -> Int64s:
+    kept = np.empty(num_queries.sum(), np.int64)
+    end = 0
+    for r in range(starts.shape[0]):
+        kept[end : end + num_queries[r]] = slots[starts[r] : starts[r] + num_queries[r]]
+        end += num_queries[r]
+    return kept
 
 
 @njit(nogil=True)

@@ -112,8 +112,8 @@ def _chain(
             for r in range(num):
                 ends[r] = lens[r] + start + 1 + depth * moves
             run_layers(
-                ids[:num], hidden[:num], rows[:num], ends[:num], starts[:num], ones[:num], NO_IDS,
-                model, layers, loras, NO_IDS, out[:num], no_streams,
+                ids[:num], hidden[:num], rows[:num], ends[:num], starts[:num], ones[:num],
+                ones[:num], NO_IDS, model, layers, loras, NO_IDS, out[:num], no_streams,
                 buffers_in(wide, narrow_, num, model, narrow_[:0]), team,
             )  # fmt: skip
             source = out[:num]

@@ -139,15 +139,23 @@ class CompiledForward:
         return self.verify(plan).packed
 
     def verify(
-        self, plan: StepPlan, capture: HiddenCapture | None = None, *, is_block: bool = False
+        self,
+        plan: StepPlan,
+        capture: HiddenCapture | None = None,
+        *,
+        is_block: bool = False,
+        keeps_hidden: bool = False,
     ) -> FusedWindows:
         shared = self._shared
         if shared is None or shared.logits is not plan.logits:
             shared = self._shared = self._share(plan)
         ids, kv_lens = plan.input_ids.astype(np.int64), plan.kv_lens.astype(np.int64)
+        rows = shared.rows
+        if keeps_hidden or capture is not None:
+            rows = replace(rows, num_read=rows.query_lens)
         work = partial(
             decoder_step,
-            *(ids, kv_lens, shared.rows, self._tables_for(shared.has_adapters, capture)),
+            *(ids, kv_lens, rows, self._tables_for(shared.has_adapters, capture)),
             iteration=stamp_of(plan.iteration),
             is_block=is_block,
         )
@@ -170,7 +178,7 @@ class CompiledForward:
             logits,
             StepRows(
                 *(rows, plan.is_bound.astype(np.int64), query_lens, num_drafts, is_sampled),
-                *(slots, num_samples, num_logits, width),
+                *(windows, slots, num_samples, num_logits, width),
             ),
             bool(slots.any()),
             Layout(num_samples, width, num_logits, 0, 0, num_prompt_words=0),
