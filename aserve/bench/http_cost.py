@@ -1,9 +1,10 @@
 """`aserve bench http-cost` measures the CPU time of a token that is streamed over HTTP.
 
-The device only sleeps, so all CPU time is that of HTTP, tokenizer, detokenizer, scheduler and
-actors. Clients stream from a process of their own. The CPU time is that of the process with the
-engine, from the first step to the last: in one run it is the whole server, in another one the
-engine alone. In a third run a further process polls /health, on a connection of its own.
+The device only sleeps, and what it takes to simulate its steps is left out, so all CPU time is that
+of HTTP, tokenizer, detokenizer, scheduler and actors. Clients stream from a process of their own.
+The CPU time is that of the process with the engine, from the first step to the last: in one run it
+is the whole server, in another one the engine alone. In a third run a further process polls
+/health, on a connection of its own.
 """
 
 from __future__ import annotations

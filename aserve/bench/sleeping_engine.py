@@ -34,7 +34,7 @@ FIRST_TOKEN = 256  # lower ids may be special tokens, which have no text
 @dataclass(frozen=True, slots=True)
 class Nap:
     """One step on the device, in seconds of `time.perf_counter`. `cpu_s` is the CPU time of its
-    process until it wakes.
+    process until it wakes, without that of the steps themselves.
     """
 
     num_rows: int
@@ -89,14 +89,17 @@ class SleepingExecutor:
         self._worker.join()
 
     def _run(self) -> None:
+        steps_cpu_s = 0.0
         while (job := self._inbox.get()) is not None:
             batch, ticket = job
-            start_s = time.perf_counter()
+            start_s, start_cpu_s = time.perf_counter(), time.thread_time()
             result = _result_of(batch, self.spec)  # a device would make it in this time
             self._is_closing.wait(start_s + self._step_s - time.perf_counter())
             wake_s = time.perf_counter()
+            steps_cpu_s += time.thread_time() - start_cpu_s
             self._loop.call_soon_threadsafe(ticket.complete, result)
-            self.naps.append(Nap(len(batch.rows) // 4, start_s, wake_s, time.process_time()))
+            cpu_s = time.process_time() - steps_cpu_s
+            self.naps.append(Nap(len(batch.rows) // 4, start_s, wake_s, cpu_s))
 
     def _ended(self, error: BaseException | None) -> None:
         if error is not None:
