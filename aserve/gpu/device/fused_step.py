@@ -47,7 +47,7 @@ class FusedWindows:
     counts: Int64s  # [rows], the tokens that each row gets
     token_ids: Int64s  # [tokens], without placeholders
     kv_lens: Int64s  # [rows], exact KV lengths before the step
-    hidden: Tensor  # [tokens, hidden], after the final norm, if `verify` kept them
+    hidden: Tensor  # [tokens, hidden], after the final norm; undefined unless `verify` kept them
 
     @property
     def lens(self) -> Int64s:
@@ -70,8 +70,8 @@ class FusedDecoder(FusedStep, Protocol):
     ) -> FusedWindows:
         """Does the work of `step` but for publishing, and returns what a drafter reads, the hidden
         states of all tokens only with `keeps_hidden`. Fills `capture` as `CausalModel.forward`
-        does. Where the relay has distributions of drafts, these
-        are verified by rejection sampling, or as blocks."""
+        does. Where the relay has distributions of drafts, these are verified by rejection sampling,
+        or as blocks."""
 
 
 @dataclass(frozen=True, slots=True)

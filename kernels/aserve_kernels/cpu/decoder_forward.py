@@ -63,8 +63,8 @@ class StepRows:
     query_lens: Int64s
     num_drafts: Int64s  # the last tokens of the row, which the relay has
     is_sampled: Int64s  # 0 for a chunk that is not the prompt's last
-    # The last tokens of the row whose hidden states are read: those of its window, or all, as they
-    # are where a layer is captured.
+    # How many last tokens of the row have a hidden state that is read: those of its window, or all
+    # of them, as always where a layer is captured.
     num_read: Int64s
     slots: Int64s  # [tokens], of adapters
     num_samples: int
