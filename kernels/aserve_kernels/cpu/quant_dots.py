@@ -1,15 +1,11 @@
 """Products with weights of 8 and 4 bits by dot products of integers.
 
-    x[t, i] = step[t, s] n[t, i],  n[t, i] = sum_d base^(D - 1 - d) digit[t, d, i]
     y[t, o] = b[o] + sum_s step[t, s] (scales[o, g] sum_i n[t, i] code[o, i]
                                        + offsets[o, g] sum_i n[t, i])
 
-Inputs become integers of D digits: 2 bytes for bfloat16 and 3 for float32 where the processor
-multiplies bytes (vpdpbusd of AVX-512 VNNI), else one of 16 bits (vpmaddwd). A span s of at most
-SPAN inputs of a group g has a step of its own: its largest magnitude over the largest integer. So
-an input is off by at most 2^-16 (of 3 bytes: 2^-24) of the largest one of its span: far less than
-its weights were rounded off. Sums of integers are exact, so a row's result is the same in every
-batch.
+The integers n of the inputs of a span s of a group g, and their digits, are those of quant_rows.py.
+Digits are bytes where the processor multiplies these (vpdpbusd of AVX-512 VNNI), else int16
+(vpmaddwd). Sums of integers are exact, so a row's result is the same in every batch.
 
 vpdpbusd multiplies bytes without a sign by bytes with one, and half a byte of a code has no sign.
 So codes have ZEROS added, and a sum begins with what that adds, subtracted.
@@ -19,18 +15,18 @@ The plain functions run with NUMBA_DISABLE_JIT=1; compiled code takes the overlo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from aserve_kernels.cpu.bf16 import Float32s, Floats, narrow, widen
+from aserve_kernels.cpu.bf16 import Float32s, Floats, narrow
 from aserve_kernels.cpu.gemm import (
     BLOCK_BYTES,
     OUTPUTS,
@@ -49,6 +45,16 @@ from aserve_kernels.cpu.quant_codes import (
     QuantWeight,
     unpack_codes,
 )
+from aserve_kernels.cpu.quant_rows import (
+    BF16_DIGITS,
+    DIGIT,
+    DIGIT_BITS,
+    FLOAT32_DIGITS,
+    SPAN,
+    Digits,
+    round_row,
+    spans_of,
+)
 from aserve_kernels.cpu.simd import (
     FLOAT32X16,
     HAS_AVX2,
@@ -64,10 +70,6 @@ from aserve_kernels.cpu.simd import (
     emit_prefetch,
 )
 
-Integers: TypeAlias = npt.NDArray[np.int8 | np.int16]
-Int32s: TypeAlias = npt.NDArray[np.int32]
-
-SPAN = 128  # inputs that share a step, or fewer at the end of a group
 TILE_ROWS = 4  # that pass over the codes together
 # Vectors of codes by which prefetches into the L2 cache are ahead: the hardware's stop where a page
 # ends. PERF: Qwen3-0.6B's layers and head, 8 rows, 2 threads of an EPYC, ms: 28 to 31 in 4 bits
@@ -75,38 +77,9 @@ TILE_ROWS = 4  # that pass over the codes together
 # 0.91 in 8 (a Xeon with VNNI). 64 to 1,024 vectors take the same time there.
 AHEAD = 512
 ZERO_OF_8_BITS, ZERO_OF_4_BITS = ZEROS[8], ZEROS[4]  # for compiled code
-DIGIT: type[np.int8 | np.int16] = np.int8 if HAS_BYTE_DOTS else np.int16
-DIGIT_BITS = 8 * np.dtype(DIGIT).itemsize
 DIGITS_PER_WORD = 32 // DIGIT_BITS
-OTHER_BITS = np.int32(32 - DIGIT_BITS)  # of an int32 whose lowest bits are a digit
-# Of bfloat16 and float32: the digits, and the largest integer, whose highest digit is the greatest.
-BF16_DIGITS, FLOAT32_DIGITS = (2, 3) if HAS_BYTE_DOTS else (1, 1)
-LARGEST_OF_BF16, LARGEST_OF_FLOAT32 = (
-    np.float32(np.iinfo(DIGIT).max * 2.0 ** (DIGIT_BITS * (num - 1)))
-    for num in (BF16_DIGITS, FLOAT32_DIGITS)
-)
-LEAST = np.float32(2.0**-100)  # a span whose largest magnitude is below is zero
-HALF = np.float32(0.5)
-INFINITY_BITS = np.int32(0x7F800000)
 DPBUSD = "llvm.x86.avx512.vpdpbusd.512"
 PMADDWD, PMADDWD_512 = "llvm.x86.avx2.pmadd.wd", "llvm.x86.avx512.pmaddw.d.512"
-
-
-class Digits(NamedTuple):
-    """Rows of inputs as integers."""
-
-    digits: Integers  # [rows, digits, in], the highest first
-    zeros: Int32s  # [rows, spans, digits]: what the zeros of the codes add to a sum, negated
-    steps: Float32s  # [rows, spans]
-    sums: Float32s  # [rows, spans], of the inputs
-    group: int  # inputs
-
-
-class Span(NamedTuple):
-    """Scratch memory for the inputs of a span, and for what is left of their integers."""
-
-    values: Float32s  # [SPAN]
-    rest: Int32s  # [SPAN]
 
 
 @njit(nogil=True)
@@ -132,77 +105,16 @@ def multiply_by_dots(
         weight.group,
     )
     zero = np.int32(ZERO_OF_8_BITS if weight.codes.itemsize == 1 else ZERO_OF_4_BITS)
-    span = Span(np.empty(SPAN, np.float32), np.empty(SPAN, np.int32))
+    added = np.empty(num_digits, np.int32)
     tile = np.empty(TILE_ROWS * OUTPUTS, np.float32)
     for start in range(0, num_rows, most):
         end = min(num_rows, start + most)
         for row in range(start, end):
-            _round_row(x[row], zero, rows, row - start, span)
+            round_row(x[row], zero, rows, row - start, added)
         for output in range(first, last, OUTPUTS):
             for row in range(start, end, TILE_ROWS):
                 target = out[row : min(end, row + TILE_ROWS)]
                 _multiply_block(x, rows, row - start, weight, target, output, tile)
-
-
-@njit(inline="always")
-def spans_of(group: int) -> int:
-    """Returns how many spans a group has."""
-    return -(-group // SPAN)
-
-
-@njit(nogil=True, **NO_REFCOUNT)
-def _round_row(x: Floats, zero: np.int32, rows: Digits, row: int, span: Span) -> None:
-    """Writes a row x [in] as integers. `zero` is added to the codes."""
-    num_digits, num_in = rows.digits.shape[1:]
-    digits, number = rows.digits.reshape(-1), 0
-    for start in range(0, num_in, rows.group):
-        for first in range(start, start + rows.group, SPAN):
-            size = min(SPAN, start + rows.group - first)
-            step = _round_span(x[first : first + size], span)
-            total = np.float32(0)
-            for digit in range(num_digits):
-                place = num_digits - 1 - digit
-                at = (row * num_digits + place) * num_in + first
-                added = _take_digit(span.rest[:size], digits[at : at + size])
-                rows.zeros[row, number, place] = -zero * added
-                total += np.float32(added) * np.float32(1 << (DIGIT_BITS * digit))
-            rows.steps[row, number], rows.sums[row, number] = step, step * total
-            number += 1
-
-
-@njit(nogil=True, error_model="numpy", **NO_REFCOUNT)
-def _round_span(x: Floats, span: Span) -> np.float32:
-    """Writes the integers of x [at most SPAN], and returns their step, which is NaN where an input
-    is not finite."""
-    size = np.uint64(x.shape[0])  # PERF: unsigned, as in rope_and_store_kv.py
-    values, rest = span.values[: x.shape[0]], span.rest[: x.shape[0]]
-    bits = values.view(np.int32)
-    widen(x, values)
-    largest_bits = np.int32(0)
-    for i in range(size):
-        largest_bits = max(largest_bits, bits[i] & np.int32(0x7FFFFFFF))
-    is_finite, largest = largest_bits < INFINITY_BITS, np.int32(largest_bits).view(np.float32)
-    most = LARGEST_OF_BF16 if x.itemsize == 2 else LARGEST_OF_FLOAT32
-    if not is_finite or largest < LEAST:
-        rest[:] = 0
-        return np.float32(0 if is_finite else np.nan)
-    factor = most / largest
-    for i in range(size):
-        value = values[i] * factor
-        rest[i] = np.int32(value + HALF if value > 0 else value - HALF)
-    return largest / most
-
-
-@njit(nogil=True, **NO_REFCOUNT)
-def _take_digit(rest: Int32s, target: Integers) -> np.int32:
-    """Moves the lowest digit of each integer to `target`, and returns their sum."""
-    total = np.int32(0)
-    for i in range(np.uint64(rest.shape[0])):
-        digit = np.int32(rest[i] << OTHER_BITS) >> OTHER_BITS  # the lowest bits, with their sign
-        target[i] = digit
-        total += digit
-        rest[i] = np.int32(rest[i] - digit) >> np.int32(DIGIT_BITS)
-    return total
 
 
 @njit(nogil=True, **NO_REFCOUNT)
@@ -263,15 +175,15 @@ def multiply_digits(
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A row of a tile: the addresses of its `Digits` and results, and the variables of the sums for
-    each digit and vector of outputs, and of the totals."""
+    """A row of a tile: the addresses of its `Digits` and results, and the variables of its sums and
+    of the totals for each vector of outputs. Each digit has partial sums for each vector."""
 
     digits: list[Any]
     zeros: Any
     steps: Any
     sums: Any
     target: Any
-    chains: list[list[Any]]
+    chains: list[list[list[Any]]]  # of digits, of partial sums, of vectors
     totals: list[Any]
 
 
@@ -288,12 +200,16 @@ class _Spans:
 class _Dots(TileEmitter):
     """Emits the products of a tile."""
 
-    __slots__ = ("_bits", "_per_step")
+    __slots__ = ("_bits", "_num_partial", "_per_step")
 
-    def __init__(self, builder: Any, bits: int) -> None:
+    def __init__(self, builder: Any, bits: int, num_rows: int) -> None:
         super().__init__(builder, is_paired=True)  # its scalars are words
         self._bits = bits
         self._per_step = BYTES_PER_WORD if bits == 8 else CODES_PER_WORD  # inputs
+        # PERF: few rows have few sums, each of which waits for its last product. The two words of a
+        # step with 4 bits have sums of their own: 1 row takes 0.95 of the time where codes are in
+        # the L2 cache.
+        self._num_partial = 2 if bits == 4 and num_rows <= 2 else 1
 
     def row(self, number: Any, arrays: list[Any], sizes: list[Any]) -> _Row:
         """arrays: where `Digits` and results begin; sizes: how many digits, inputs and spans a row
@@ -316,7 +232,10 @@ class _Dots(TileEmitter):
             sums,
             target,
             [
-                [cgutils.alloca_once(builder, INT32X16) for _ in range(VECTORS)]
+                [
+                    [cgutils.alloca_once(builder, INT32X16) for _ in range(VECTORS)]
+                    for _ in range(self._num_partial)
+                ]
                 for _ in range(num_digits)
             ],
             [cgutils.alloca_once_value(builder, self._load(target, i)) for i in range(VECTORS)],
@@ -339,21 +258,27 @@ class _Dots(TileEmitter):
             first_step, num_steps = (
                 builder.udiv(count, INDEX(self._per_step)) for count in (start, size)
             )
+            own_codes = builder.gep(codes, [builder.mul(first_step, INDEX(VECTORS))])
+            first_word = builder.udiv(start, INDEX(DIGITS_PER_WORD))
+            digits = [[builder.gep(place, [first_word]) for place in row.digits] for row in rows]
             with cgutils.for_range(builder, num_steps, intp=INDEX) as steps:
-                self._add_step(rows, codes, builder.add(first_step, steps.index))
+                self._add_step(rows, digits, own_codes, steps.index)
             for row in rows:
                 self._end_span(row, span, own_factors, has_offsets)
 
     def _begin_span(self, row: _Row, span: Any) -> None:
         builder = self._builder
         zeros = builder.gep(row.zeros, [builder.mul(span, INDEX(len(row.chains)))])
-        for digit, chains in enumerate(row.chains):
+        for digit, (chains, *others) in enumerate(row.chains):
             start = self._splat(builder.load(builder.gep(zeros, [INDEX(digit)])))
             for chain in chains:
                 builder.store(start, chain)
+            for chain in itertools.chain(*others):
+                builder.store(ir.Constant(INT32X16, None), chain)
 
-    def _add_step(self, rows: list[_Row], codes: Any, step: Any) -> None:
-        """Adds the products of the inputs of a step, all of one span."""
+    def _add_step(self, rows: list[_Row], digits: list[list[Any]], codes: Any, step: Any) -> None:
+        """Adds the products of the inputs of a step. `digits` of the rows and `codes` are the
+        addresses of those of its span."""
         builder = self._builder
         start = builder.gep(codes, [builder.mul(step, INDEX(VECTORS))])
         for number in range(VECTORS):
@@ -361,7 +286,9 @@ class _Dots(TileEmitter):
         operands = list(self._operands(start))
         first = builder.mul(step, INDEX(len(operands)))
         for number, vectors in enumerate(operands):
-            self._add_words(rows, vectors, builder.add(first, INDEX(number)))
+            at = builder.add(first, INDEX(number))
+            for row, places in zip(rows, digits, strict=True):
+                self._add_word(row, places, vectors, at, number % self._num_partial)
 
     def _operands(self, start: Any) -> Iterator[list[Any]]:
         """Yields, for each word of inputs of a step, the codes of all outputs: bytes or int16."""
@@ -390,20 +317,27 @@ class _Dots(TileEmitter):
         added = self._wide(builder.select(has_offsets, total_of_inputs, ir.FloatType()(0.0)))
         offsets = builder.gep(factors, [builder.select(has_offsets, INDEX(VECTORS), INDEX(0))])
         for number, total in enumerate(row.totals):
-            product = self._joined([builder.load(chains[number]) for chains in row.chains])
+            product = self._joined([self._summed(chains, number) for chains in row.chains])
             scale = builder.fmul(self._load(factors, number), self._wide(step))
             whole = self._fma(product, scale, builder.load(total))
             builder.store(self._fma(self._load(offsets, number), added, whole), total)
 
-    def _add_words(self, rows: list[_Row], codes: list[Any], at: Any) -> None:
-        """Adds the products of word number `at` of each digit of the rows."""
+    def _add_word(
+        self, row: _Row, digits: list[Any], codes: list[Any], at: Any, partial: int
+    ) -> None:
+        """Adds the products of word number `at` of each digit of a row to these partial sums."""
         builder = self._builder
-        for row in rows:
-            for digits, chains in zip(row.digits, row.chains, strict=True):
-                word = self._splat(builder.load(builder.gep(digits, [at]), align=1))
-                for chain, vector in zip(chains, codes, strict=True):
-                    total = self._dot(builder.load(chain), vector, word)
-                    builder.store(total, chain)
+        for place, chains in zip(digits, row.chains, strict=True):
+            word = self._splat(builder.load(builder.gep(place, [at]), align=1))
+            for chain, vector in zip(chains[partial], codes, strict=True):
+                builder.store(self._dot(builder.load(chain), vector, word), chain)
+
+    def _summed(self, chains: list[list[Any]], number: int) -> Any:
+        """Returns the sum of the partial sums for vector number `number`."""
+        first, *others = (self._builder.load(partial[number]) for partial in chains)
+        for other in others:
+            first = self._builder.add(first, other)
+        return first
 
     def _joined(self, sums: list[Any]) -> Any:
         """Returns the sums of all digits as one float32."""
@@ -470,7 +404,7 @@ def _multiply_digits(
     arrays = (*rows.types[:4], codes, factors, out)
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        dots = _Dots(builder, bits)
+        dots = _Dots(builder, bits, size.literal_value)
         *of_rows, width = cgutils.unpack_tuple(builder, args[1])
         values = [
             context.make_array(kind)(context, builder, arg)
