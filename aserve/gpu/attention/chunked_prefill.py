@@ -24,8 +24,8 @@ from aserve.gpu.device.cpu.weights import AVX512_BF16, read_isa
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.kv.store import Scales, byte_view, from_kv_dtype
 from aserve_kernels.cpu.chunk_attention import chunk_attention, compile_chunk_attention
-from aserve_kernels.cpu.gemm import OUTPUTS
 from aserve_kernels.cpu.host_rows import HostRows, QueryRows
+from aserve_kernels.cpu.tiles import OUTPUTS
 from aserve_kernels.paged_rows import Scoring
 
 TILE = 2048  # keys

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from aserve_kernels.cpu.bf16 import Float32s, narrow
 from aserve_kernels.cpu.exp2 import power_of_two
-from aserve_kernels.cpu.gemm import OUTPUTS, ROWS, multiply_tile
 from aserve_kernels.cpu.host_rows import NO_WINDOW, HostRows, Int64s
 from aserve_kernels.cpu.online_softmax import fold_log2, greatest
 from aserve_kernels.cpu.packing import Bf16Bits, interleave, transpose_pairs
 from aserve_kernels.cpu.precompile import FASTMATH, cached_njit, compile_ahead
 from aserve_kernels.cpu.simd import LANES, fma, load, splat, store
+from aserve_kernels.cpu.tiles import OUTPUTS, ROWS, multiply_tile
 from aserve_kernels.paged_rows import Scoring
 
 BLOCK = 1024  # query rows (queries times heads of one KV head) that share a packed tile

@@ -30,7 +30,6 @@ from numba import njit
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, narrow, rounded, widen
 from aserve_kernels.cpu.gated_mul import activate
-from aserve_kernels.cpu.gemm import outputs_of
 from aserve_kernels.cpu.host_rows import Int64s
 from aserve_kernels.cpu.lora import add_to_wide
 from aserve_kernels.cpu.memory import array_at
@@ -39,6 +38,7 @@ from aserve_kernels.cpu.precompile import FASTMATH, NO_REFCOUNT
 from aserve_kernels.cpu.product import PRODUCT, multiply_by
 from aserve_kernels.cpu.rank_sum import sum_over_ranks
 from aserve_kernels.cpu.team import Team, meet, share_of
+from aserve_kernels.cpu.tiles import outputs_of
 
 Records: TypeAlias = npt.NDArray[np.void]
 

@@ -16,7 +16,6 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 from aserve_kernels.cpu.bf16 import Floats, narrow, widen
-from aserve_kernels.cpu.gemm import TileEmitter
 from aserve_kernels.cpu.host_rows import Int64s
 from aserve_kernels.cpu.simd import (
     FLOAT32X16,
@@ -29,6 +28,7 @@ from aserve_kernels.cpu.simd import (
     address_of,
     horizontal_sums,
 )
+from aserve_kernels.cpu.tiles import TileEmitter
 
 PAIRS = 2 * LANES  # elements of a vector
 

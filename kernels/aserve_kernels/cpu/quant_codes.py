@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from aserve_kernels.cpu.bf16 import Float32s
-from aserve_kernels.cpu.gemm import OUTPUTS, VECTORS
 from aserve_kernels.cpu.simd import HAS_BYTE_DOTS, LANES
+from aserve_kernels.cpu.tiles import OUTPUTS, VECTORS
 
 Codes: TypeAlias = npt.NDArray[np.int8] | npt.NDArray[np.int32]
 

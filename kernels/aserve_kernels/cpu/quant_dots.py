@@ -27,15 +27,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, narrow
-from aserve_kernels.cpu.gemm import (
-    BLOCK_BYTES,
-    OUTPUTS,
-    VECTORS,
-    WORD,
-    TileEmitter,
-    minimum,
-    outputs_of,
-)
+from aserve_kernels.cpu.gemm import BLOCK_BYTES
 from aserve_kernels.cpu.precompile import NO_REFCOUNT
 from aserve_kernels.cpu.quant_codes import (
     BYTES_PER_WORD,
@@ -68,6 +60,14 @@ from aserve_kernels.cpu.simd import (
     LANES,
     Intrinsic,
     emit_prefetch,
+)
+from aserve_kernels.cpu.tiles import (
+    OUTPUTS,
+    VECTORS,
+    WORD,
+    TileEmitter,
+    minimum,
+    outputs_of,
 )
 
 TILE_ROWS = 4  # that pass over the codes together

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from aserve_kernels.cpu.bf16 import Floats, as_array, numba_type
-from aserve_kernels.cpu.gemm import OUTPUTS
 from aserve_kernels.cpu.memory import array_at
 from aserve_kernels.cpu.precompile import Callback, cached_njit, compile_ahead
 from aserve_kernels.cpu.product import FLOAT32_LIKE, LIKE, RECORD_LIKE, compile_product
 from aserve_kernels.cpu.quant_codes import CODES_PER_WORD, QuantWeight, dequantized
 from aserve_kernels.cpu.quant_dots import multiply_by_dots
+from aserve_kernels.cpu.tiles import OUTPUTS
 
 INT8_LIKE, INT32_LIKE = np.empty(0, np.int8), np.empty(0, np.int32)  # for `array_at`
 

@@ -18,7 +18,6 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, widen
-from aserve_kernels.cpu.gemm import TileEmitter
 from aserve_kernels.cpu.host_rows import Int64s
 from aserve_kernels.cpu.pair_rows import PAIRS, load_even, load_odd, store_pairs
 from aserve_kernels.cpu.precompile import FASTMATH
@@ -36,6 +35,7 @@ from aserve_kernels.cpu.simd import (
     store,
     zeros,
 )
+from aserve_kernels.cpu.tiles import TileEmitter
 
 AT_ONCE = 4  # rows of bfloat16 of which registers of AVX2 hold the sums
 

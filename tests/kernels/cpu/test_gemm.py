@@ -8,8 +8,6 @@ import torch
 
 from aserve_kernels.cpu.bf16 import Floats
 from aserve_kernels.cpu.gemm import (
-    OUTPUTS,
-    ROWS,
     compile_grouped_linear,
     compile_packed_linear,
     pack,
@@ -17,6 +15,8 @@ from aserve_kernels.cpu.gemm import (
     packed_linear,
     packed_linear_ref,
 )
+from aserve_kernels.cpu.tiles import OUTPUTS, ROWS
+from aserve_kernels.cpu.wide_tiles import WIDE_ROWS
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-7}  # bfloat16: one step of it
 # The dtypes of inputs and of weights.
@@ -31,7 +31,7 @@ def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 2, ROWS - 1, ROWS, 3 * ROWS + 7])
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, ROWS - 1, ROWS, 2 * WIDE_ROWS + 3, 3 * ROWS + 7])
 @pytest.mark.parametrize("num_out", [1, OUTPUTS, 3 * OUTPUTS, 2 * OUTPUTS + 5])
 @pytest.mark.parametrize("num_in", [2, 34, 128])
 @pytest.mark.parametrize(("dtype", "stored"), KINDS, ids=str)
