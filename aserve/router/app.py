@@ -14,7 +14,7 @@ from aiohttp import StreamReader, hdrs, web
 from aiohttp.typedefs import Handler
 
 from aserve.config import Resolved
-from aserve.errors import AserveError, EngineDead
+from aserve.errors import AserveError
 from aserve.http.auth import Access, read_keys
 from aserve.http.connection import close_after_unsized
 from aserve.http.errors import RequestFailed, error_response, http_error_info, info_of, refused
@@ -35,7 +35,7 @@ from aserve.router.metrics import RouterMetrics
 from aserve.router.owners import id_in_path
 from aserve.router.policies import Demand
 from aserve.router.prefixes import block_digests
-from aserve.router.proxy import STARTED_S, Exchange, Proxy
+from aserve.router.proxy import STARTED_S, Exchange, Proxy, RouterEnds
 from aserve.router.rate_limits import RateLimits
 from aserve.router.request_facts import NO_FACTS, TOKEN_BYTES, RequestFacts, facts_of
 from aserve.router.upstream import CANNOT_CONNECT, GONE, Call, Upstream, check_address
@@ -137,7 +137,7 @@ class Router:
     async def pass_on(self, request: web.Request) -> web.StreamResponse:
         """Handles every request that is not the router's own."""
         if self.is_draining:
-            raise EngineDead("The router shuts down.", retry_after_s=5, code="server_draining")
+            raise RouterEnds
         body = await self._read(request)
         facts = facts_of(body) if body else NO_FACTS
         is_streamed = body is None and request.can_read_body

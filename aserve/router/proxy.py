@@ -25,7 +25,7 @@ from aiohttp import hdrs, web
 from aiohttp.http import StreamWriter
 
 from aserve.config import RouterOptions
-from aserve.errors import EngineDead, ErrorInfo
+from aserve.errors import EngineDead, ErrorInfo, ShuttingDown
 from aserve.http.anthropic.messages import anthropic_error
 from aserve.http.direct import DirectWriter
 from aserve.http.errors import RequestFailed, error_body
@@ -54,15 +54,14 @@ BROKEN = ErrorInfo(
 UNKNOWN = ErrorInfo(
     "No replica knows this id.", type="invalid_request_error", code="not_found", status=404
 )
-# OpenAI's error event of /v1/responses.
-RESPONSES_ERROR = {
-    "type": "error",
-    "code": BROKEN.code,
-    "message": BROKEN.message,
-    "param": None,
-    "sequence_number": 0,
-}
 STARTED_S = web.RequestKey("started_s", float)
+
+
+class RouterEnds(ShuttingDown):
+    """The router takes no request any more, or ends those that are open."""
+
+    def __init__(self) -> None:
+        super().__init__("The router shuts down.", retry_after_s=5)
 
 
 class NotAnswered(Exception):
@@ -148,6 +147,17 @@ class Proxy:
         self._options = options
         self._balancer = balancer
         self._metrics = metrics
+        self._websockets: set[web.WebSocketResponse] = set()
+
+    async def end_open(self) -> None:
+        """Ends what is open: answers by an error, and websockets by 1001 (going away)."""
+        for upstream in self.upstreams.values():
+            upstream.fail_all(RouterEnds())
+        async with asyncio.TaskGroup() as group:
+            for client in self._websockets:
+                group.create_task(
+                    client.close(code=aiohttp.WSCloseCode.GOING_AWAY, message=b"shutting down")
+                )
 
     async def forward(self, exchange: Exchange) -> web.StreamResponse:
         """Sends the request to one replica after the other, until one begins to answer."""
@@ -203,8 +213,12 @@ class Proxy:
                 raise RequestFailed(self._note_failure(name, error)) from None
             client = web.WebSocketResponse(max_msg_size=max_size, compress=False)
             await client.prepare(exchange.request)
-            async with upstream:
-                await pump_both(client, upstream)
+            self._websockets.add(client)
+            try:
+                async with upstream:
+                    await pump_both(client, upstream)
+            finally:
+                self._websockets.discard(client)
             return client
 
     async def _send(self, exchange: Exchange, name: str) -> web.StreamResponse:
@@ -263,13 +277,15 @@ class Proxy:
                 await client.begin(first)
             while not await answer.pipe(client.write):
                 await client.drain()
-        except (AnswerBroken, TimeoutError, web.RequestPayloadError) as error:
+        except (AnswerBroken, TimeoutError, web.RequestPayloadError, RouterEnds) as error:
             last = None
-            if not isinstance(error, web.RequestPayloadError):  # which is the client's
+            if isinstance(error, RouterEnds):
+                last = _last_events(request.path, answer, client.last, error.info())
+            elif not isinstance(error, web.RequestPayloadError):  # which is the client's
                 self._balancer.failed(name)
                 self._metrics.broken.labels(name).inc()
                 logger.warning("answer broken replica=%s cause=%s", name, error)
-                last = _last_events(request.path, answer, client.last)
+                last = _last_events(request.path, answer, client.last, BROKEN)
             if last is None:
                 if request.transport is not None:
                     request.transport.abort()
@@ -321,9 +337,9 @@ class Proxy:
         return EngineDead("No replica is ready.", retry_after_s=RETRY_AFTER_S, code="no_replica")
 
 
-def _last_events(path: str, answer: Answer, sent: bytes) -> bytes | None:
-    """Returns the events that end a stream whose replica has failed: none behind its own last one.
-    Returns None for an answer that is no event stream, or that was cut within an event.
+def _last_events(path: str, answer: Answer, sent: bytes, info: ErrorInfo) -> bytes | None:
+    """Returns the events that end a stream by an error: none behind its replica's last one. Returns
+    None for an answer that is no event stream, or that was cut within an event.
     """
     if media_type(answer.headers) != EVENT_STREAM or hdrs.CONTENT_ENCODING in answer.headers:
         return None
@@ -332,10 +348,16 @@ def _last_events(path: str, answer: Answer, sent: bytes) -> bytes | None:
     if LAST_EVENT.search(sent[:-2].rpartition(b"\n\n")[2]):
         return b""
     if path.startswith("/v1/messages"):
-        return b"event: error\ndata: %b\n\n" % anthropic_error(BROKEN)
+        return b"event: error\ndata: %b\n\n" % anthropic_error(info)
     if path.startswith("/v1/responses"):
-        return b"event: error\ndata: %b\n\n" % msgspec.json.encode(RESPONSES_ERROR)
-    return b"data: %b\n\ndata: [DONE]\n\n" % error_body(BROKEN)
+        return b"event: error\ndata: %b\n\n" % _responses_error(info)
+    return b"data: %b\n\ndata: [DONE]\n\n" % error_body(info)
+
+
+def _responses_error(info: ErrorInfo) -> bytes:
+    """OpenAI's error event of /v1/responses."""
+    event = {"type": "error", "code": info.code, "message": info.message}
+    return msgspec.json.encode({**event, "param": None, "sequence_number": 0})
 
 
 def _repeats(exchange: Exchange) -> bool:

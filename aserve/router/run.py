@@ -25,7 +25,7 @@ from aserve.router.fleet import Fleet
 
 logger = logging.getLogger(__name__)
 
-CLOSE_S = 1.0  # for requests that are still open after the drain
+CLOSE_S = 1.0  # for requests that are still open after the drain, and again to close connections
 
 
 def route(resolved: Resolved, addresses: Sequence[str]) -> int:
@@ -92,7 +92,7 @@ class RouterServer:
         self.address = address_of(self._listeners[0], self._options)
 
     async def serve(self) -> None:
-        """Passes requests on until `end`, then lets the open ones finish."""
+        """Passes requests on until `end`, then lets the open ones finish, or ends them."""
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(self.router.watch())
             announcing = group.create_task(self._announce())
@@ -111,6 +111,10 @@ class RouterServer:
                 await self._until(fleet.ended, deadline_s)
                 await fleet.close()
             watching.cancel()
+        await self.router.proxy.end_open()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await self.router.proxy.idle.wait()
 
     async def _announce(self) -> None:
         """Prints the address, with replicas of its own when all of them have loaded."""

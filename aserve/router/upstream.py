@@ -106,6 +106,7 @@ class Upstream:
         elif (login := aiohttp.BasicAuth.from_url(url)) is not None:
             self._headers[hdrs.AUTHORIZATION] = login.encode()
         self._idle: deque[tuple[float, ReplicaConnection]] = deque()  # by the time of last use
+        self._awaited: set[Answer] = set()
         self._sweep: asyncio.TimerHandle | None = None
         self._is_closed = False
         self._resolving = asyncio.Lock()
@@ -134,6 +135,11 @@ class Upstream:
         self._close_idle()
         await self._session.close()
 
+    def fail_all(self, error: Exception) -> None:
+        """Ends all answers that have not come to their end by this error."""
+        for answer in self._awaited:
+            answer.fail(error)
+
     async def ask(self, call: Call) -> Answer:
         """Returns the answer when its head has come; `release` must follow. Raises one of GONE."""
         # WHY: a replica may have closed an idle connection while the request was on its way.
@@ -142,6 +148,7 @@ class Upstream:
         while True:
             connection, is_new = await self._take()
             answer = connection.send(head, call.data or b"", timeout_s=self._timeout_s)
+            self._awaited.add(answer)
             has_head = False
             try:
                 await answer.head()
@@ -156,6 +163,7 @@ class Upstream:
 
     async def release(self, answer: Answer) -> None:
         """Ends the exchange, also in the middle of the answer."""
+        self._awaited.discard(answer)
         connection = answer.connection
         await connection.end()
         if self._is_closed or not connection.is_idle:

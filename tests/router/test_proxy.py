@@ -350,8 +350,9 @@ async def test_a_client_that_does_not_read_holds_back_the_replica(head: bytes) -
 
 
 @asynccontextmanager
-async def routed_socket() -> AsyncIterator[ClientWebSocketResponse]:
-    """Yields a client's websocket to an echo behind the router. It closes or dies if it is told."""
+async def routed_socket() -> AsyncIterator[tuple[ClientWebSocketResponse, RouterServer]]:
+    """Yields a client's websocket to an echo behind the router, and that. The echo closes or dies
+    if it is told."""
 
     async def echo(request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse()
@@ -379,23 +380,60 @@ async def routed_socket() -> AsyncIterator[ClientWebSocketResponse]:
         for replica in server.router.balancer.replicas():
             server.router.balancer.probed(replica.name, load=None)
         async with client.ws_connect("/v1/realtime?model=m") as socket:
-            yield socket
+            yield socket, server
     await runner.cleanup()
 
 
 async def test_websockets_pass_in_both_directions() -> None:
-    async with routed_socket() as socket:
+    async with routed_socket() as (socket, _):
         await socket.send_str("abc")
         assert await socket.receive_str() == "ABC"
         await socket.send_bytes(b"\x00\xff")
         assert await socket.receive_bytes() == b"\xff\x00"
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses"])
+async def test_the_end_of_the_router_ends_a_stream_by_an_error(path: str) -> None:
+    replica = StandIn(written(CHUNKED, b"9\r\ndata: x\n\n\r\n"))
+    async with routed(replica) as (client, server), client.post(path, json=BODY) as got:
+        assert await got.content.readany() == b"data: x\n\n"
+        server.end()
+        server.end()
+        async with asyncio.timeout(5):
+            last = await got.read()
+    assert b"The router shuts down." in last
+    assert last.startswith(b"data:" if path == CHAT else b"event: error\n")
+    assert last.endswith(b"data: [DONE]\n\n") is (path == CHAT)
+
+
+async def test_the_end_of_the_router_answers_who_still_waits() -> None:
+    replica = StandIn(written())
+    async with routed(replica) as (client, server):
+        asking = asyncio.create_task(post(client))
+        await replica.asked_more(1)
+        server.end()
+        server.end()
+        async with asyncio.timeout(5):
+            status, body = await asking
+    assert status == 503
+    assert b"server_draining" in body
+
+
+async def test_the_end_of_the_router_closes_websockets_as_going_away() -> None:
+    async with routed_socket() as (socket, server):
+        await socket.send_str("abc")
+        assert await socket.receive_str() == "ABC"
+        server.end()
+        server.end()
+        message = await socket.receive(timeout=5)
+        assert (message.type, message.data) == (WSMsgType.CLOSE, 1001)
+
+
 @pytest.mark.parametrize(("order", "end"), [("close", (4001, "because")), ("die", (1011, ""))])
 async def test_the_end_of_a_websocket_passes_with_its_reason_and_a_code_that_may_be_sent(
     order: str, end: tuple[int, str]
 ) -> None:
-    async with routed_socket() as socket:
+    async with routed_socket() as (socket, _):
         await socket.send_str(order)
         message = await socket.receive()
         assert (message.type, message.data, message.extra) == (WSMsgType.CLOSE, *end)
