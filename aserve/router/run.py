@@ -111,9 +111,9 @@ class RouterServer:
                 await self._until(fleet.ended, deadline_s)
                 await fleet.close()
             watching.cancel()
-        await self.router.proxy.end_open()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
+                await self.router.proxy.end_open()
                 await self.router.proxy.idle.wait()
 
     async def _announce(self) -> None:
