@@ -38,7 +38,7 @@ from aserve_kernels.cpu.decoder_layers import (
     write_logits,
 )
 from aserve_kernels.cpu.host_rows import Int64s, QueryRows
-from aserve_kernels.cpu.memory import array_at
+from aserve_kernels.cpu.memory import INT32_LIKE, array_at
 from aserve_kernels.cpu.precompile import cached_njit, compile_ahead
 from aserve_kernels.cpu.rejection import (
     NO_DRAFT,
@@ -50,7 +50,6 @@ from aserve_kernels.cpu.rejection import (
 from aserve_kernels.cpu.team import Team, meet, new_meeting, share_of
 
 Int32s: TypeAlias = npt.NDArray[np.int32]
-INT32_LIKE = np.empty(0, np.int32)  # for `array_at`, which takes its dtype
 
 
 @dataclass(frozen=True, slots=True)

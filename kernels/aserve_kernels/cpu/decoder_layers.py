@@ -32,7 +32,7 @@ from aserve_kernels.cpu.bf16 import Float32s, Floats, narrow, rounded, widen
 from aserve_kernels.cpu.gated_mul import activate
 from aserve_kernels.cpu.host_rows import Int64s
 from aserve_kernels.cpu.lora import add_to_wide
-from aserve_kernels.cpu.memory import array_at
+from aserve_kernels.cpu.memory import array_at, scratch
 from aserve_kernels.cpu.paged_attention import attend_share
 from aserve_kernels.cpu.precompile import FASTMATH, NO_REFCOUNT
 from aserve_kernels.cpu.product import PRODUCT, multiply_by
@@ -45,7 +45,6 @@ Records: TypeAlias = npt.NDArray[np.void]
 MAX_LOGITS_ROWS = 64  # rows whose logits are in memory at a time
 NO_IDS = NO_LAYERS = np.empty(0, np.int64)
 ONE = np.float32(1)
-FLOAT64_LIKE = np.empty(0, np.float64)  # for `array_at`, which takes its dtype
 
 # The record of a model: sizes, then addresses, of which 0 is none. The embeddings [num_embeddings,
 # hidden] in the model's dtype; the float32 weight [hidden] of the norm before the first layer; the
@@ -284,21 +283,21 @@ def _slots_at(starts: Int64s, num_queries: Int64s, slots: Int64s) -> Int64s:
 
 @njit(nogil=True)
 def _embed(ids: Int64s, model: Any, hidden: Float32s, x: Floats) -> None:
-    scratch = np.empty(model.hidden, np.float32)
+    normed = scratch((model.hidden,), hidden)
     table = array_at(model.embeddings, (model.num_embeddings, model.hidden), x)
     for token in range(ids.shape[0]):
         widen(table[ids[token]], hidden[token])
         for i in range(model.hidden):
             hidden[token, i] *= model.embedding_factor
-        _norm_into(hidden[token], model.first_norm, model.eps, scratch, x[token])
+        _norm_into(hidden[token], model.first_norm, model.eps, normed, x[token])
 
 
 @njit(nogil=True)
 def _norm_rows(hidden: Float32s, model: Any, x: Floats) -> None:
     """Makes the first layer's input of the residual stream, [tokens, hidden]."""
-    scratch = np.empty(model.hidden, np.float32)
+    normed = scratch((model.hidden,), hidden)
     for token in range(hidden.shape[0]):
-        _norm_into(hidden[token], model.first_norm, model.eps, scratch, x[token])
+        _norm_into(hidden[token], model.first_norm, model.eps, normed, x[token])
 
 
 @njit(nogil=True)
@@ -308,17 +307,17 @@ def _join(ids: Int64s, hiddens: Floats, model: Any, hidden: Float32s, x: Floats)
     size, num_tokens = model.joined, ids.shape[0]
     table = array_at(model.embeddings, (model.num_embeddings, size), x)
     joined = np.empty((num_tokens, 2 * size), x.dtype)
-    wide, scratch = np.empty(size, np.float32), np.empty(max(size, model.hidden), np.float32)
+    wide, other = np.empty(size, np.float32), np.empty(max(size, model.hidden), np.float32)
     first = size if model.is_hidden_first != 0 else 0  # of the embedding
     for token in range(num_tokens):
         widen(table[ids[token]], wide)
         for i in range(size):
             wide[i] *= model.embedding_factor
         inputs = joined[token]
-        _norm_into(wide, model.embedding_norm, model.eps, scratch, inputs[first : first + size])
+        _norm_into(wide, model.embedding_norm, model.eps, other, inputs[first : first + size])
         widen(hiddens[token], wide)
         normed = inputs[size - first : 2 * size - first]
-        _norm_into(wide, model.hidden_norm, model.eps, scratch, normed)
+        _norm_into(wide, model.hidden_norm, model.eps, other, normed)
         if model.projection.weight == 0:
             if model.keeps_normed != 0:
                 widen(normed, wide)
@@ -328,7 +327,7 @@ def _join(ids: Int64s, hiddens: Floats, model: Any, hidden: Float32s, x: Floats)
         return joined
     multiply_by(model.projection, joined, hidden, 0, 1)
     for token in range(num_tokens):
-        _norm_into(hidden[token], model.first_norm, model.eps, scratch, x[token])
+        _norm_into(hidden[token], model.first_norm, model.eps, other, x[token])
     return x
 
 
@@ -475,12 +474,12 @@ def _norm(x: Float32s, weight: Float32s, eps: np.float32, out: Float32s) -> None
 
 
 @njit(nogil=True)
-def _norm_into(x: Float32s, norm: int, eps: np.float32, scratch: Float32s, out: Floats) -> None:
+def _norm_into(x: Float32s, norm: int, eps: np.float32, normed: Float32s, out: Floats) -> None:
     if norm == 0:
         narrow(x, out)
         return
-    _norm(x, array_at(norm, x.shape, x), eps, scratch)
-    narrow(scratch[: x.shape[0]], out)
+    _norm(x, array_at(norm, x.shape, x), eps, normed)
+    narrow(normed[: x.shape[0]], out)
 
 
 @njit(nogil=True, **NO_REFCOUNT)
@@ -510,10 +509,10 @@ def write_logits(
     normed = hidden
     if model.head_norm != 0:
         normed = np.empty(hidden.shape, hidden.dtype)
-        wide, scratch = np.empty(model.hidden, np.float32), np.empty(model.hidden, np.float32)
+        wide, other = np.empty(model.hidden, np.float32), np.empty(model.hidden, np.float32)
         for row in range(hidden.shape[0]):
             widen(hidden[row], wide)
-            _norm_into(wide, model.head_norm, model.eps, scratch, normed[row])
+            _norm_into(wide, model.head_norm, model.eps, other, normed[row])
     multiply_by(model.head, normed, logits, worker, num_workers)
     first, last = outputs_of(model.vocab, worker, num_workers)
     for row in range(hidden.shape[0]):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, numba_type, rounded, widen
 from aserve_kernels.cpu.exp2 import LOG2_E, power_of_two
+from aserve_kernels.cpu.memory import FLOAT32_LIKE, scratch
 from aserve_kernels.cpu.precompile import FASTMATH, NO_REFCOUNT, cached_njit, compile_ahead
 
 SILU, GELU, GELU_TANH = range(3)
@@ -43,7 +44,7 @@ def _gated(gate_up: Floats, activation: int, out: Floats, num_workers: int) -> N
     for worker in prange(num_workers):
         first, last = len(out) * worker // num_workers, len(out) * (worker + 1) // num_workers
         size = out.shape[1]
-        both = np.empty(2 * size, np.float32)
+        both = scratch((2 * size,), FLOAT32_LIKE)
         for token in range(first, last):
             widen(gate_up[token], both)
             activate(both[:size], both[size:], activation, out)

@@ -21,9 +21,9 @@ from numba import njit, prange, types
 from torch import Tensor
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, numba_type
-from aserve_kernels.cpu.memory import array_at
+from aserve_kernels.cpu.memory import FLOAT32_LIKE, array_at, scratch
 from aserve_kernels.cpu.precompile import NO_REFCOUNT, Callback, cached_njit, compile_ahead
-from aserve_kernels.cpu.product import FLOAT32_LIKE, LIKE, RECORD_LIKE, compile_product
+from aserve_kernels.cpu.product import LIKE, RECORD_LIKE, compile_product
 from aserve_kernels.cpu.tiles import OUTPUTS, ROWS, multiply_tile, outputs_of, prefetched_by
 from aserve_kernels.cpu.wide_tiles import multiply_wide
 
@@ -153,7 +153,7 @@ def multiply(
     multiply_whole(x, packed, bias, out, first, num_whole)
     if num_whole < last:
         rest = last - num_whole
-        tail = np.empty((x.shape[0], OUTPUTS), out.dtype)
+        tail = scratch((x.shape[0], OUTPUTS), out)
         tail_bias = np.zeros(OUTPUTS, np.float32)
         for i in range(rest):
             tail_bias[i] = bias[num_whole + i]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, numba_type, widen
 from aserve_kernels.cpu.host_rows import Int64s
+from aserve_kernels.cpu.memory import FLOAT32_LIKE, INT64_LIKE, scratch
 from aserve_kernels.cpu.paged_attention import TILE, padded_width, score, tile_len, widen_tile
 from aserve_kernels.cpu.precompile import FASTMATH, NO_REFCOUNT, cached_njit, compile_ahead
 from aserve_kernels.paged_rows import PagedRows
@@ -72,9 +73,11 @@ def _score_share(
     num_tokens, num_heads, dim = q.shape
     width = padded_width(keys)
     tile_size = tile_len(width)
-    queries = np.zeros(num_heads * width, np.float32)
-    tile = np.zeros(tile_size * width, np.float32)
-    scores, slots = np.empty(TILE, np.float32), np.empty(TILE, np.int64)
+    queries = scratch((num_heads * width,), FLOAT32_LIKE)
+    queries[:] = np.float32(0)
+    tile = scratch((tile_size * width,), FLOAT32_LIKE)
+    tile[:] = np.float32(0)
+    scores, slots = scratch((TILE,), FLOAT32_LIKE), scratch((TILE,), INT64_LIKE)
     for token in range(num_tokens):
         for head in range(num_heads):
             widen(q[token, head], queries[head * width : head * width + dim])

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, numba_type, widen
 from aserve_kernels.cpu.host_rows import NO_WINDOW, HostRows, Int64s, find_slots
+from aserve_kernels.cpu.memory import FLOAT32_LIKE, INT64_LIKE, scratch
 from aserve_kernels.cpu.online_softmax import fold_log2, softmax_update
 from aserve_kernels.cpu.paged_attention import (
     TILE,
@@ -102,10 +103,12 @@ def _attend_share(
     """The share of one worker: every num_workers-th unit of work."""
     num_heads = q.shape[1]
     width = padded_width(latents)
-    vectors = np.zeros((2, BLOCK * width), np.float32)
-    softmax = np.empty((BLOCK, 2), np.float32)
-    tile = np.zeros(tile_len(width) * width, np.float32)
-    scores, slots = np.empty(TILE, np.float32), np.empty(TILE, np.int64)
+    vectors = scratch((2, BLOCK * width), FLOAT32_LIKE)
+    vectors[:] = np.float32(0)
+    softmax = scratch((BLOCK, 2), FLOAT32_LIKE)
+    tile = scratch((tile_len(width) * width,), FLOAT32_LIKE)
+    tile[:] = np.float32(0)
+    scores, slots = scratch((TILE,), FLOAT32_LIKE), scratch((TILE,), INT64_LIKE)
     unit = 0
     for r in range(rows.shape[0]):
         num_query_rows = query_lens[r] * num_heads

@@ -20,6 +20,7 @@ from torch import Tensor
 from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, numba_type, widen
 from aserve_kernels.cpu.exp2 import LOG2_E
 from aserve_kernels.cpu.host_rows import NO_WINDOW, HostRows, Int64s, find_slots
+from aserve_kernels.cpu.memory import FLOAT32_LIKE, INT64_LIKE, scratch
 from aserve_kernels.cpu.online_softmax import fold_log2, output_scale, softmax_update
 from aserve_kernels.cpu.pair_rows import (
     PAIRS,
@@ -160,21 +161,27 @@ def attend_share(
     block of a row's queries."""
     num_kv_heads = keys.shape[1]
     group_size = q.shape[1] // num_kv_heads
-    query_len = max(1, BLOCK // group_size)
-    num_blocks = 0
+    longest, num_blocks = 1, 0
+    for r in range(rows.shape[0]):
+        longest = max(longest, query_lens[r])
+    query_len = max(1, min(BLOCK // group_size, longest))
     for r in range(rows.shape[0]):
         num_blocks += -(-query_lens[r] // query_len)
     # PERF: a token's heads are adjacent in memory, so a unit has as many of them as leave two units
     # for each worker.
     heads = min(num_kv_heads, max(1, num_blocks * num_kv_heads // (2 * num_workers)))
     width = padded_width(keys)
-    vectors = np.zeros((2, heads * query_len * group_size * width), np.float32)
-    softmax = np.empty((heads * query_len * group_size, 2), np.float32)
-    is_split = keys.itemsize == 2 and keys.shape[2] % PAIRS == 0 and not has_dots(out)
-    tiles = np.zeros((2, 0 if is_split else tile_len(width) * width), np.float32)
-    pairs = np.empty(vectors.shape[1], keys.dtype)
-    scores = np.empty((len(softmax) if is_split else 2, TILE), np.float32)
-    slots = np.empty((4, TILE), np.int64)
+    num_query_rows = heads * query_len * group_size
+    vectors = scratch((2, num_query_rows * width), FLOAT32_LIKE)
+    vectors[:] = np.float32(0)
+    softmax = scratch((num_query_rows, 2), FLOAT32_LIKE)
+    has_pairs = keys.itemsize == 2 and keys.shape[2] % PAIRS == 0
+    is_split = has_pairs and not has_dots(out)
+    tiles = scratch((2, 0 if has_pairs else tile_len(width) * width), FLOAT32_LIKE)
+    tiles[:] = np.float32(0)
+    pairs = scratch((num_query_rows * width,), keys)
+    scores = scratch((num_query_rows if is_split else 2, TILE), FLOAT32_LIKE)
+    slots = scratch((4, TILE), INT64_LIKE)
     unit = 0
     for r in range(rows.shape[0]):
         for first in range(0, query_lens[r], query_len):

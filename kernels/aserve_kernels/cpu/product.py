@@ -20,6 +20,7 @@ from numba import types
 from numba.extending import intrinsic, overload
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats
+from aserve_kernels.cpu.memory import FLOAT32_LIKE
 from aserve_kernels.cpu.precompile import Callback, compile_callback
 from aserve_kernels.cpu.simd import Intrinsic
 
@@ -38,8 +39,7 @@ NO_PRODUCT = (0,) * len(PRODUCT)
 # worker and the number of workers.
 NUM_ARGUMENTS = 6
 C_PRODUCT = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * NUM_ARGUMENTS)
-RECORD_LIKE = np.empty(0, PRODUCT)  # for `array_at`, as those below
-FLOAT32_LIKE = np.empty(0, np.float32)
+RECORD_LIKE = np.empty(0, PRODUCT)  # for `array_at`
 LIKE: Mapping[torch.dtype, Floats] = {
     torch.float32: FLOAT32_LIKE,
     torch.bfloat16: np.empty(0, np.uint16),

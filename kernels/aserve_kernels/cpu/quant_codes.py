@@ -60,10 +60,11 @@ def pack_quantized(
     codes: Tensor, scales: Tensor, offsets: Tensor, bias: Tensor | None, *, bits: int
 ) -> QuantWeight:
     """codes int8 [out, in], scales [out, groups], offsets [out, groups], or [out, 0] if all are
-    zero, bias [out]. A group has in / groups inputs; if it is alone, any number."""
+    zero, bias [out]. A group has in / groups inputs, a multiple of LANES; if it is alone, any
+    number."""
     num_out, num_in = codes.shape
     num_groups = scales.shape[1]
-    group = -(-num_in // num_groups // 8) * 8 if num_groups == 1 else num_in // num_groups
+    group = -(-num_in // LANES) * LANES if num_groups == 1 else num_in // num_groups
     rows = -num_out // OUTPUTS * -OUTPUTS - num_out
     padded = functional.pad(codes, (0, group * num_groups - num_in, 0, rows))
 

@@ -3,14 +3,14 @@
     W[o, i] = scales[o, g] * code[o, i] + offsets[o, g],  g = i // group
 
 Decode reads every weight once, so memory bandwidth is the limit, and such weights take half or a
-quarter of the bytes of bfloat16. Threads share the outputs.
+quarter of the bytes of bfloat16. Inputs are rounded to integers (quant_rows.py). Threads share the
+outputs.
 """
 
 from __future__ import annotations
 
 from functools import cache
 
-import numpy as np
 import torch
 from numba import prange, types
 from numba.core.types import containers
@@ -18,14 +18,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from aserve_kernels.cpu.bf16 import Floats, as_array, numba_type
-from aserve_kernels.cpu.memory import array_at
+from aserve_kernels.cpu.memory import FLOAT32_LIKE, INT8_LIKE, INT32_LIKE, array_at
 from aserve_kernels.cpu.precompile import Callback, cached_njit, compile_ahead
-from aserve_kernels.cpu.product import FLOAT32_LIKE, LIKE, RECORD_LIKE, compile_product
+from aserve_kernels.cpu.product import LIKE, RECORD_LIKE, compile_product
 from aserve_kernels.cpu.quant_codes import CODES_PER_WORD, QuantWeight, dequantized
 from aserve_kernels.cpu.quant_dots import multiply_by_dots
+from aserve_kernels.cpu.quant_rows import LARGEST, LEAST, SPANS
 from aserve_kernels.cpu.tiles import OUTPUTS
-
-INT8_LIKE, INT32_LIKE = np.empty(0, np.int8), np.empty(0, np.int32)  # for `array_at`
 
 
 def quant_linear(x: Tensor, weight: QuantWeight, *, num_workers: int = 1) -> Tensor:
@@ -38,9 +37,26 @@ def quant_linear(x: Tensor, weight: QuantWeight, *, num_workers: int = 1) -> Ten
     return out
 
 
-def quant_linear_ref(x: Tensor, weight: QuantWeight) -> Tensor:
-    product = x.float() @ dequantized(weight).t() + torch.from_numpy(weight.bias)
+def quant_linear_ref(x: Tensor, weight: QuantWeight, *, is_rounded: bool = True) -> Tensor:
+    """`is_rounded`: with inputs as the kernel rounds them, else as they are."""
+    inputs = rounded_inputs(x.float(), weight) if is_rounded else x.float()
+    product = inputs @ dequantized(weight).t() + torch.from_numpy(weight.bias)
     return product.to(x.dtype)
+
+
+def rounded_inputs(x: Tensor, weight: QuantWeight) -> Tensor:
+    """x float32 [tokens, in] -> the same, each span rounded to multiples of its step."""
+    span, size = min(weight.group, SPANS[weight.bits]), weight.group * weight.num_groups
+    spans_of_group = -(-weight.group // span)
+    groups = functional.pad(x, (0, size - x.shape[1])).unflatten(1, (-1, weight.group))
+    padded = functional.pad(groups, (0, spans_of_group * span - weight.group))
+    spans = padded.unflatten(2, (spans_of_group, span))
+    largest = spans.abs().amax(dim=3, keepdim=True)
+    factor = torch.where(largest < LEAST, 0, torch.tensor(float(LARGEST)) / largest)
+    integers = (spans.double() * factor.double()).round().float()  # rounded once, as an FMA does
+    values = (integers * (largest / LARGEST)).flatten(2)[:, :, : weight.group]
+    rounded: Tensor = values.flatten(1)[:, : x.shape[1]]
+    return rounded
 
 
 def compile_quant_linear(dtype: torch.dtype, num_workers: int = 1, *, bits: int) -> None:

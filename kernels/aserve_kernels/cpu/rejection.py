@@ -20,14 +20,13 @@ import numpy as np
 from numba import njit
 
 from aserve_kernels.cpu.bf16 import Float32s
-from aserve_kernels.cpu.decoder_layers import FLOAT64_LIKE, NO_IDS
+from aserve_kernels.cpu.decoder_layers import NO_IDS
 from aserve_kernels.cpu.draw import GAMMA, Int64s, draw_row, first_word
 from aserve_kernels.cpu.exp2 import LOG2_E, power_of_two
-from aserve_kernels.cpu.memory import array_at
+from aserve_kernels.cpu.memory import FLOAT32_LIKE, FLOAT64_LIKE, array_at
 from aserve_kernels.cpu.precompile import FASTMATH, NO_REFCOUNT
 
 NEVER = np.float32(1e-37)  # a weight with which no token is drawn beside those of a residual
-FLOAT32_LIKE = np.empty(0, np.float32)  # for `array_at`, which takes its dtype
 NO_DRAFT = -1
 
 

@@ -13,6 +13,7 @@ from numba import njit, prange, types
 from torch import Tensor
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, numba_type, widen
+from aserve_kernels.cpu.memory import scratch
 from aserve_kernels.cpu.precompile import FASTMATH, cached_njit, compile_ahead
 
 
@@ -52,7 +53,7 @@ def _norm_shared(x: Floats, weight: Float32s, eps: float, out: Floats, num_worke
 @njit(fastmath=FASTMATH)
 def _norm(x: Floats, weight: Float32s, eps: float, out: Floats) -> None:
     size = x.shape[1]
-    row = np.empty(size, np.float32)
+    row = scratch((size,), weight)
     for token in range(x.shape[0]):
         widen(x[token], row)
         total = np.float32(0)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, numba_type, rounded, widen
 from aserve_kernels.cpu.host_rows import Int64s
+from aserve_kernels.cpu.memory import FLOAT32_LIKE, scratch
 from aserve_kernels.cpu.precompile import FASTMATH, cached_njit, compile_ahead
 
 NO_NORM = np.empty((0, 0), np.float32)
@@ -107,8 +108,8 @@ def _rope_and_store(
     query_rows = queries.reshape(queries.shape[0], query_size)
     key_rows = keys.reshape(keys.shape[0], key_size)
     value_rows = values.reshape(values.shape[0], key_size)
-    row = np.empty((queries.shape[1] + keys.shape[1], head_dim), np.float32)
-    flat, wide_values = row.reshape(row.size), np.empty(key_size, np.float32)
+    row = scratch((queries.shape[1] + keys.shape[1], head_dim), FLOAT32_LIKE)
+    flat, wide_values = row.reshape(row.size), scratch((key_size,), FLOAT32_LIKE)
     rope = np.empty(cos_sin.shape[1], np.float32)
     for token in range(heads.shape[0]):
         widen(heads[token, : row.size], flat)

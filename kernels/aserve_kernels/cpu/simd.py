@@ -76,6 +76,12 @@ def reduce_max(lanes: Lanes) -> np.float32:
     return result
 
 
+def reduce_sum(lanes: Lanes) -> np.float32:
+    """The order of the sums is unspecified."""
+    result: np.float32 = lanes.sum()
+    return result
+
+
 def splat(value: np.float32) -> Lanes:
     return np.full(LANES, value, np.float32)
 
@@ -200,18 +206,31 @@ def _reduce_max(typing: Any, lanes: Any) -> Intrinsic:
     return types.float32(LANES_TYPE), emit
 
 
+@intrinsic
+def _reduce_sum(typing: Any, lanes: Any) -> Intrinsic:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        [total] = [horizontal_sums(builder, [args[0]])]
+        return builder.extract_element(total, ir.Constant(ir.IntType(32), 0))
+
+    return types.float32(LANES_TYPE), emit
+
+
 def _emit_maximum(builder: Any, a: Any, b: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
 @intrinsic
 def _splat(typing: Any, value: Any) -> Intrinsic:
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        undefined = ir.Constant(FLOAT32X16, ir.Undefined)
-        first = builder.insert_element(undefined, args[0], ir.Constant(ir.IntType(32), 0))
-        return builder.shuffle_vector(first, undefined, ir.Constant(INT32X16, [0] * LANES))
+    return LANES_TYPE(types.float32), lambda context, builder, signature, args: emit_splat(
+        builder, args[0]
+    )
 
-    return LANES_TYPE(types.float32), emit
+
+def emit_splat(builder: Any, value: Any) -> Any:
+    """Returns a vector of LANES of a value, of any type."""
+    undefined = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
+    first = builder.insert_element(undefined, value, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(INT32X16, [0] * LANES))
 
 
 @intrinsic
@@ -282,9 +301,13 @@ def _emit_blended_sum(builder: Any, a: Any, b: Any, low: list[int], high: list[i
 
 def _emit_fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c."""
-    kind = ir.FunctionType(FLOAT32X16, [FLOAT32X16] * 3)
-    name = f"llvm.fmuladd.v{LANES}f32"
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [a, b, c])
+    return emit_call(builder, f"llvm.fmuladd.v{LANES}f32", a, b, c)
+
+
+def emit_call(builder: Any, name: str, *args: Any, result: ir.Type = FLOAT32X16) -> Any:
+    """Calls a function of LLVM."""
+    kind = ir.FunctionType(result, [arg.type for arg in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
 
 
 @overload(zeros, inline="always", strict=False)
@@ -320,6 +343,11 @@ def _overload_maximum(a: Any, b: Any) -> Callable[[Lanes, Lanes], Lanes]:
 @overload(reduce_max, inline="always", strict=False)
 def _overload_reduce_max(lanes: Any) -> Callable[[Lanes], np.float32]:
     return lambda lanes: _reduce_max(lanes)
+
+
+@overload(reduce_sum, inline="always", strict=False)
+def _overload_reduce_sum(lanes: Any) -> Callable[[Lanes], np.float32]:
+    return lambda lanes: _reduce_sum(lanes)
 
 
 @overload(splat, inline="always", strict=False)

@@ -30,7 +30,9 @@ from aserve_kernels.cpu.simd import (
     INT32X16,
     LANES,
     Intrinsic,
+    emit_call,
     emit_prefetch,
+    emit_splat,
 )
 
 DPBF16PS = "llvm.x86.avx512bf16.dpbf16ps.512"
@@ -235,9 +237,7 @@ class TileEmitter:
         return self._builder.asm(kind, "", register, [value], side_effect=True)
 
     def _splat(self, value: Any) -> Any:
-        undefined = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
-        first = self._builder.insert_element(undefined, value, WORD(0))
-        return self._builder.shuffle_vector(first, undefined, ir.Constant(INT32X16, [0] * LANES))
+        return emit_splat(self._builder, value)
 
     def _add_product(self, total: Any, left: Any, right: Any) -> Any:
         if left.type == FLOAT32X16:
@@ -251,10 +251,7 @@ class TileEmitter:
         return total
 
     def _call(self, name: str, *args: Any, result: ir.Type = FLOAT32X16) -> Any:
-        kind = ir.FunctionType(result, [arg.type for arg in args])
-        return self._builder.call(
-            cgutils.get_or_insert_function(self._builder.module, kind, name), args
-        )
+        return emit_call(self._builder, name, *args, result=result)
 
     def _low(self, pairs: Any) -> Any:
         shifted = self._builder.shl(pairs, ir.Constant(INT32X16, [16] * LANES))

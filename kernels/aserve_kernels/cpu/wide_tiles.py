@@ -23,6 +23,7 @@ from numba.extending import intrinsic, overload
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, widen
 from aserve_kernels.cpu.host_rows import Int64s
+from aserve_kernels.cpu.memory import FLOAT32_LIKE, scratch
 from aserve_kernels.cpu.packing import transpose_pairs
 from aserve_kernels.cpu.precompile import NO_REFCOUNT
 from aserve_kernels.cpu.simd import FLOAT32X16, HAS_AVX512, INDEX, INT32X16, LANES, Intrinsic
@@ -70,8 +71,9 @@ def _multiply_many(
         return False
     padded = -(-num_in // LANES) * LANES
     most = max(1, BLOCK_BYTES // (padded * LANES * 4))  # tiles at once
-    tiles = np.empty(min(most, -(-num_rows // WIDE_ROWS)) * padded * LANES, np.float32)
-    rows = np.empty(WIDE_ROWS * padded, np.float32)
+    num_floats = min(most, -(-num_rows // WIDE_ROWS)) * padded * LANES
+    tiles = scratch((num_floats,), FLOAT32_LIKE)
+    rows = scratch((WIDE_ROWS * padded,), FLOAT32_LIKE)
     starts = np.minimum(np.arange(LANES), WIDE_ROWS - 1) * 2 * padded
     for start in range(0, num_rows, most * WIDE_ROWS):
         end = min(num_rows, start + most * WIDE_ROWS)

@@ -12,6 +12,7 @@ from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array
 from aserve_kernels.cpu.decoder_layers import Records
 from aserve_kernels.cpu.gemm import pack, packed_linear_ref, tiles_product
 from aserve_kernels.cpu.product import PRODUCT, multiply_by
+from aserve_kernels.cpu.quant_codes import QuantWeight
 from aserve_kernels.cpu.quant_linear import codes_product, quant_linear_ref
 from tests.kernels.cpu.test_quant_linear import drawn
 
@@ -30,6 +31,13 @@ def product(fields: tuple[int, ...], x: Tensor, num_workers: int) -> Tensor:
     out = torch.full((len(x), SHAPE[0]), torch.nan)
     _multiply(layers, as_array(x), out.numpy(), num_workers)
     return out
+
+
+def coded_fields(weight: QuantWeight, dtype: torch.dtype) -> tuple[int, ...]:
+    """The fields of a layer with this weight, of SHAPE."""
+    addresses = [array.ctypes.data for array in (weight.codes, weight.bias, weight.factors)]
+    numbers = (SHAPE[1], SHAPE[0], weight.group, weight.per_group)
+    return (codes_product(dtype, weight.bits).address, *addresses, *numbers)
 
 
 def inputs(num_tokens: int, dtype: torch.dtype) -> Tensor:
@@ -66,12 +74,8 @@ def test_workers_write_the_product_with_codes(
     dtype: torch.dtype, bits: int, has_offsets: bool, num_tokens: int, num_workers: int
 ) -> None:
     weight, _ = drawn(bits, SHAPE, has_offsets=has_offsets)
-    arrays = (weight.codes, weight.bias, weight.factors)
-    addresses = [array.ctypes.data for array in arrays]
-    numbers = (SHAPE[1], SHAPE[0], weight.group, weight.per_group)
-    fields = (codes_product(dtype, bits).address, *addresses, *numbers)
     x = inputs(num_tokens, dtype)
     expected = quant_linear_ref(x.float(), weight)
     spread = float(expected.abs().max())
-    got = product(fields, x, num_workers)
+    got = product(coded_fields(weight, dtype), x, num_workers)
     torch.testing.assert_close(got, expected, rtol=2**-7, atol=2**-7 * spread)

@@ -10,14 +10,23 @@ from aserve_kernels.cpu.quant_codes import (
     dequantized,
     pack_quantized,
 )
-from aserve_kernels.cpu.quant_dots import TILE_ROWS
-from aserve_kernels.cpu.quant_linear import compile_quant_linear, quant_linear, quant_linear_ref
-from aserve_kernels.cpu.simd import HAS_BYTE_DOTS
+from aserve_kernels.cpu.quant_linear import (
+    compile_quant_linear,
+    quant_linear,
+    quant_linear_ref,
+    rounded_inputs,
+)
+from aserve_kernels.cpu.quant_rows import LARGEST, SPANS
 
-# Without dot products of bytes, inputs of float32 become integers of 16 bits.
-TOLERANCES = {torch.float32: 1e-5 if HAS_BYTE_DOTS else 2**-14, torch.bfloat16: 2**-7}
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
 RANGES = {8: (-127, 128), 4: (-8, 8)}
-SHAPES = [(1, 1, 1), (33, 130, 1), (5, 64, 2), (70, 384, 3)]  # outputs, inputs, groups
+SHAPES = [
+    (1, 1, 1),
+    (33, 130, 1),
+    (5, 64, 2),
+    (70, 384, 3),
+    (32, 432, 3),
+]  # outputs, inputs, groups
 
 
 def drawn(
@@ -47,7 +56,7 @@ def test_a_packed_weight_keeps_its_values(
     torch.testing.assert_close(dequantized(packed), values)
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 2, 3, TILE_ROWS, TILE_ROWS + 1, 9, 300])
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 3, 4, 5, 8, 9, 300])
 @pytest.mark.parametrize("has_offsets", [False, True])
 @pytest.mark.parametrize("bits", RANGES)
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -64,6 +73,27 @@ def test_every_shape_equals_the_reference(
         tolerance = TOLERANCES[dtype]
         limit = tolerance * float(expected.float().abs().max()) if num_tokens else 0.0
         torch.testing.assert_close(got, expected, rtol=tolerance, atol=limit)
+
+
+@pytest.mark.parametrize("bits", RANGES)
+def test_an_input_is_off_by_half_a_step_of_its_span_at_most(bits: int) -> None:
+    packed, _ = drawn(bits, (70, 384, 1), has_offsets=False)
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn((50, 384), generator=generator) * torch.logspace(-3, 3, 384)
+    spans = x.unflatten(1, (-1, SPANS[bits]))
+    half_a_step = spans.abs().amax(dim=2, keepdim=True) / float(LARGEST) / 2
+    error = (rounded_inputs(x, packed).view_as(spans) - spans).abs()
+    assert (error <= half_a_step * 1.0001).all()
+
+
+@pytest.mark.parametrize(("bits", "share"), [(8, 0.008), (4, 0.008)])
+def test_rounding_inputs_adds_less_than_a_hundredth_to_the_error(bits: int, share: float) -> None:
+    """Of normally distributed inputs and weights, relative to the product."""
+    compile_quant_linear(torch.float32, bits=bits)
+    packed, _ = drawn(bits, (64, 2048, 16), has_offsets=bits == 4)
+    x = torch.randn((40, 2048), generator=torch.Generator().manual_seed(7))
+    exact = quant_linear_ref(x, packed, is_rounded=False)
+    assert (quant_linear(x, packed) - exact).norm() <= share * exact.norm()
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40])
@@ -95,7 +125,8 @@ def test_a_large_input_hides_no_small_ones_of_other_spans(bits: int, dtype: torc
     compile_quant_linear(dtype, bits=bits)
     generator = torch.Generator().manual_seed(4)
     codes = torch.randint(*RANGES[bits], (70, 384), generator=generator, dtype=torch.int8)
-    codes[:, 128:256] = 0
+    first = 200 // SPANS[bits] * SPANS[bits]
+    codes[:, first : first + SPANS[bits]] = 0
     scales = torch.rand((70, 1), generator=generator)
     packed = pack_quantized(codes, scales, scales[:, :0], None, bits=bits)
     x = torch.randn((3, 384), generator=generator).to(dtype)

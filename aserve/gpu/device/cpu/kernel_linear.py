@@ -25,8 +25,9 @@ from aserve_kernels.cpu.gemm import (
     packed_grouped_linear,
     packed_linear,
 )
-from aserve_kernels.cpu.quant_codes import CODES_PER_WORD, QuantWeight, pack_quantized
+from aserve_kernels.cpu.quant_codes import QuantWeight, pack_quantized
 from aserve_kernels.cpu.quant_linear import compile_quant_linear, quant_linear
+from aserve_kernels.cpu.simd import LANES
 
 
 class TiledLinear:
@@ -144,7 +145,7 @@ def with_codes(others: Prepare) -> Prepare:
 
     def prepare(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
         coded = linear.stored if isinstance(linear, QuantizedLinear) else None
-        if not isinstance(coded, CodedWeight) or coded.group % CODES_PER_WORD:
+        if not isinstance(coded, CodedWeight) or coded.group % LANES:
             return others(linear, device, dtype=dtype)
         num_workers = torch.get_num_threads()
         compile_quant_linear(dtype, num_workers, bits=BITS)
