@@ -187,7 +187,9 @@ def test_weights_and_kv_of_bfloat16_are_widened_in_one_call(reference_of: Refere
 def test_weights_of_few_bits_are_multiplied_in_one_call(
     bits: int, dtype: torch.dtype, reference_of: ReferenceOf
 ) -> None:
-    """Some layers of a checkpoint may have more bits than others."""
+    """Some layers of a checkpoint may have more bits than others. An input that differs in the last
+    bit of bfloat16 may become another integer of 8 bits."""
+    tolerance = 1e-1 if dtype == torch.bfloat16 else TOLERANCES[dtype]
     coded = prepare_quantized(bits)
     for prepare in (
         coded,
@@ -199,7 +201,7 @@ def test_weights_of_few_bits_are_multiplied_in_one_call(
         for query_lens, lens in (([1, 1], [30, 70]), ([19, 1, 3], [0, 41, 25])):
             batch = ForwardBatch.init_new(device_batch(query_lens, lens), here.pools)
             fused_step = here.compiled()
-            assert distance(fused_step.run(batch), here.plain(batch)) < TOLERANCES[dtype]
+            assert distance(fused_step.run(batch), here.plain(batch)) < tolerance
 
 
 @pytest.mark.slow

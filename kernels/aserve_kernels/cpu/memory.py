@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
-from numba import njit, types
+from numba import types
+from numba.core import config
 from numba.core.types import CPointer  # type: ignore[attr-defined]  # set at import
 from numba.extending import intrinsic, overload
 from numba.np.numpy_support import carray
@@ -20,6 +21,7 @@ from numba.np.numpy_support import carray
 from aserve_kernels.cpu.simd import Intrinsic
 
 Like = TypeVar("Like", bound=npt.NDArray[Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 STACK_BYTES = 1 << 15
 LINE_BYTES = 64  # of a cache
@@ -38,6 +40,39 @@ def array_at(address: int, shape: tuple[int, ...], like: Like) -> Like:
     return array
 
 
+def compiled_as(intrinsic_: Any) -> Callable[[Function], Function]:
+    """Returns a decorator of the plain function for which compiled code has an intrinsic.
+
+    WHY not an overload: it is a function of its own, with whose end the memory of its stack ends;
+    and numba inlines one wrongly into functions that are inlined as well.
+    """
+    return lambda plain: plain if config.DISABLE_JIT else intrinsic_
+
+
+@intrinsic
+def _scratch(typing: Any, shape: Any, like: Any) -> Intrinsic:
+    pointer = CPointer(like.dtype)
+    array = types.Array(like.dtype, len(shape), "C")
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        with builder.goto_entry_block():  # not in a loop, where each pass would take more
+            memory = builder.alloca(ir.ArrayType(ir.IntType(8), STACK_BYTES))
+        memory.align = LINE_BYTES
+        stack = builder.bitcast(memory, context.get_value_type(pointer))
+        inner = array(pointer, shape, like)
+        return context.compile_internal(builder, _stack_or_heap, inner, [stack, *args])
+
+    return array(shape, like), emit
+
+
+def _stack_or_heap(stack: Any, shape: tuple[int, ...], like: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    size = like.itemsize
+    for length in shape:
+        size *= length
+    return carray(stack, shape) if size <= STACK_BYTES else np.empty(shape, like.dtype)
+
+
+@compiled_as(_scratch)
 def scratch(shape: tuple[int, ...], like: Like) -> Like:
     """Returns an array of `shape`, with the dtype of `like` and undefined elements. It is on the
     stack of the function that calls this, if it has at most STACK_BYTES, so that it may not be
@@ -49,19 +84,6 @@ def scratch(shape: tuple[int, ...], like: Like) -> Like:
     """
     array: Like = np.empty(shape, like.dtype)  # type: ignore[assignment]  # as `like`
     return array
-
-
-@intrinsic
-def _on_stack(typing: Any, like: Any) -> Intrinsic:
-    pointer = CPointer(like.dtype)
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        with builder.goto_entry_block():  # not in a loop, where each pass would take more
-            memory = builder.alloca(ir.ArrayType(ir.IntType(8), STACK_BYTES))
-        memory.align = LINE_BYTES
-        return builder.bitcast(memory, context.get_value_type(pointer))
-
-    return pointer(like), emit
 
 
 @intrinsic
@@ -77,19 +99,3 @@ def _pointer(typing: Any, address: Any, like: Any) -> Intrinsic:
 @overload(array_at, strict=False)
 def _array_at(address: Any, shape: Any, like: Any) -> Callable[..., npt.NDArray[Any]]:
     return lambda address, shape, like: carray(_pointer(address, like), shape)
-
-
-# WHY inlined: the stack is that of the caller.
-@overload(scratch, inline="always", strict=False)
-def _scratch(shape: Any, like: Any) -> Callable[..., npt.NDArray[Any]]:
-    return lambda shape, like: _stack_or_heap(_on_stack(like), shape, like)
-
-
-@njit(nogil=True)
-def _stack_or_heap(stack: Any, shape: tuple[int, ...], like: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    size = like.itemsize
-    for length in shape:
-        size *= length
-    if size <= STACK_BYTES:
-        return carray(stack, shape)
-    return np.empty(shape, like.dtype)
