@@ -5,9 +5,9 @@
 A block has one or two vectors of 16 outputs, as in gemm. The order within a block is that of the
 dot products which the processor has (quant_dots.py):
 
-of bytes: 32-bit words [blocks, words of inputs, vectors, 16 outputs], codes without a sign. A word
-of 8 bits has 4 inputs, a byte each, with 128 added. One of 4 bits has 8, with 8 added: byte k has
-input k in its lower half, and input 4 + k in its upper one.
+of bytes (BYTE_DOTS): 32-bit words [blocks, words of inputs, vectors, 16 outputs], codes without a
+sign. A word of 8 bits has 4 inputs, a byte each, with 128 added. One of 4 bits has 8, with 8 added:
+byte k has input k in its lower half, and input 4 + k in its upper one.
 
 of int16: 8 bits are int8 [blocks, in / 2, vectors, 16 outputs, 2 inputs]. 4
 bits are 32-bit words [blocks, in / 8, vectors, 16 outputs], with 8 added: bits 4 k of a word have
@@ -25,16 +25,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from aserve_kernels.cpu.bf16 import Float32s
-from aserve_kernels.cpu.simd import HAS_BYTE_DOTS, LANES
+from aserve_kernels.cpu.simd import HAS_AVX2, HAS_VNNI, LANES
 from aserve_kernels.cpu.tiles import OUTPUTS, VECTORS
 
 Codes: TypeAlias = npt.NDArray[np.int8] | npt.NDArray[np.int32]
 
 CODES_PER_WORD = 8  # of 4 bits
 BYTES_PER_WORD = 4
-ADJACENT_INPUTS = BYTES_PER_WORD if HAS_BYTE_DOTS else 2  # of an output, in 8 bits
+# Whether codes of this many bits are multiplied by inputs that are bytes. vpdpbusd of AVX-512 VNNI
+# adds four products exactly. vpmaddubsw of AVX2 adds two in 16 bits, which codes of 8 bits exceed.
+BYTE_DOTS = {8: HAS_VNNI, 4: HAS_VNNI or HAS_AVX2}
+ADJACENT_INPUTS = BYTES_PER_WORD if BYTE_DOTS[8] else 2  # of an output, in 8 bits
 # Added to codes that shall have no sign.
-ZEROS = {8: 128 if HAS_BYTE_DOTS else 0, 4: 8}
+ZEROS = {8: 128 if BYTE_DOTS[8] else 0, 4: 8}
 
 
 class QuantWeight(NamedTuple):
@@ -115,7 +118,7 @@ def _ordered_bytes(by_output: Tensor) -> Tensor:
 
 def _shifts_of_4_bits() -> list[int]:
     """Returns the bit at which each input of a word begins."""
-    if HAS_BYTE_DOTS:
+    if BYTE_DOTS[4]:
         return [8 * (i % BYTES_PER_WORD) + 4 * (i // BYTES_PER_WORD) for i in range(CODES_PER_WORD)]
     return [16 * (i % 2) + 4 * (i // 2) for i in range(CODES_PER_WORD)]
 

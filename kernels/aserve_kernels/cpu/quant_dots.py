@@ -3,12 +3,11 @@
     y[t, o] = b[o] + sum_g (scales[o, g] sum_s step[t, s] sum_i n[t, i] code[o, i]
                             + offsets[o, g] sum_i x[t, i])
 
-The integers n of the inputs of a span s of a group g are those of quant_rows.py: bytes where the
-processor multiplies these (vpdpbusd of AVX-512 VNNI), else int16 (vpmaddwd). Sums of integers are
-exact, and spans and groups have the same order in every tile, so a row's result is the same in
-every batch.
+The integers n of the inputs of a span s of a group g are those of quant_rows.py: bytes (BYTE_DOTS:
+vpdpbusd of AVX-512 VNNI, or vpmaddubsw), or int16 (vpmaddwd). Sums of integers are exact, and spans
+and groups have the same order in every tile, so a row's result is the same in every batch.
 
-vpdpbusd multiplies bytes without a sign by bytes with one, and half a byte of a code has no sign.
+Instructions multiply bytes without a sign by bytes with one, and half a byte of a code has no sign.
 So codes have ZEROS added, and a sum begins with what that adds, subtracted.
 
 The plain functions run with NUMBA_DISABLE_JIT=1; compiled code takes the overloads.
@@ -32,6 +31,7 @@ from aserve_kernels.cpu.gemm import BLOCK_BYTES
 from aserve_kernels.cpu.memory import FLOAT32_LIKE, INT32_LIKE, scratch
 from aserve_kernels.cpu.precompile import NO_REFCOUNT
 from aserve_kernels.cpu.quant_codes import (
+    BYTE_DOTS,
     BYTES_PER_WORD,
     CODES_PER_WORD,
     ZEROS,
@@ -39,21 +39,16 @@ from aserve_kernels.cpu.quant_codes import (
     QuantWeight,
     unpack_codes,
 )
-from aserve_kernels.cpu.quant_rows import (
-    INTEGER_BITS,
-    INTEGERS_LIKE,
-    SPANS,
-    RoundedRows,
-    round_row,
-)
+from aserve_kernels.cpu.quant_rows import INTEGERS_LIKE, SPANS, Integers, RoundedRows, round_row
 from aserve_kernels.cpu.simd import (
     FLOAT32X16,
     HAS_AVX2,
     HAS_AVX512BW,
-    HAS_BYTE_DOTS,
+    HAS_VNNI,
     IN_L2,
     INDEX,
     INT8X32,
+    INT8X64,
     INT16X32,
     INT32X16,
     LANES,
@@ -70,7 +65,7 @@ from aserve_kernels.cpu.tiles import (
     outputs_of,
 )
 
-TILE_ROWS = 8 if HAS_BYTE_DOTS else 4  # that pass over the codes together
+TILE_ROWS = 8 if HAS_VNNI else 4  # that pass over the codes together
 # Vectors of codes by which prefetches into the L2 cache are ahead: the hardware's stop where a page
 # ends. PERF: Qwen3-0.6B's layers and head, 8 rows, 2 threads of an EPYC, ms: 28 to 31 in 4 bits
 # and 31 in 8, and 36 to 42 and 36 to 65 without. 1 row, time over that without: 0.80 in 4 bits and
@@ -79,9 +74,13 @@ AHEAD = 512
 (SPAN_OF_8_BITS, ZERO_OF_8_BITS), (SPAN_OF_4_BITS, ZERO_OF_4_BITS) = (
     (SPANS[bits], np.float32(ZEROS[bits])) for bits in (8, 4)
 )
-INTEGERS_PER_WORD = 32 // INTEGER_BITS
+INTEGERS_PER_WORD = {bits: 4 // like.itemsize for bits, like in INTEGERS_LIKE.items()}
 DPBUSD = "llvm.x86.avx512.vpdpbusd.512"
-PMADDWD, PMADDWD_512 = "llvm.x86.avx2.pmadd.wd", "llvm.x86.avx512.pmaddw.d.512"
+# For registers of AVX2, and of AVX-512.
+PMADDUBSW = ("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx512.pmaddubs.w.512")
+PMADDWD = ("llvm.x86.avx2.pmadd.wd", "llvm.x86.avx512.pmaddw.d.512")
+# Steps whose sums of two products, by vpmaddubsw, fit in 16 bits: eight of at most 2 * 15 * 127.
+STEPS_OF_INT16 = 4
 
 
 @njit(nogil=True)
@@ -100,9 +99,10 @@ def multiply_by_dots(
     span = min(span, weight.group)
     num_spans = num_groups * -(-weight.group // span)
     # PERF: the rows that pass over the weights together stay in the L2 cache.
-    most = max(TILE_ROWS, BLOCK_BYTES // (num_in * INTEGER_BITS // 8) // TILE_ROWS * TILE_ROWS)
+    like = integers_like(weight.codes)
+    most = max(TILE_ROWS, BLOCK_BYTES // (num_in * like.itemsize) // TILE_ROWS * TILE_ROWS)
     most = min(most, max(1, num_rows))
-    integers = scratch((most, num_in), INTEGERS_LIKE)
+    integers = scratch((most, num_in), like)
     zeros = scratch((most, num_spans), INT32_LIKE)
     steps = scratch((most, num_spans), FLOAT32_LIKE)
     sums = scratch((most, num_groups), FLOAT32_LIKE)
@@ -155,6 +155,11 @@ def _multiply_block(
             multiply_integers(own, weights, target, stride, 1)
 
 
+def integers_like(codes: Codes) -> Integers:
+    """Returns the array that stands for the integers which are multiplied by `codes`."""
+    return INTEGERS_LIKE[8 if codes.itemsize == 1 else 4]
+
+
 def multiply_integers(
     rows: RoundedRows,
     weights: tuple[Codes, Float32s, Float32s],
@@ -192,6 +197,7 @@ class _Row:
     sums: Any
     target: Any
     of_span: list[list[Any]]  # of partial sums, of vectors
+    of_pairs: list[list[Any]]  # the same of a few steps, in 16 bits
     of_group: list[Any]
     totals: list[Any]
 
@@ -210,11 +216,12 @@ class _Sizes:
 class _Dots(TileEmitter):
     """Emits the products of a tile."""
 
-    __slots__ = ("_bits", "_num_partial", "_per_step")
+    __slots__ = ("_bits", "_has_bytes", "_has_int16_sums", "_num_partial", "_per_step")
 
     def __init__(self, builder: Any, bits: int, num_rows: int) -> None:
         super().__init__(builder, is_paired=True)  # its scalars are words
-        self._bits = bits
+        self._bits, self._has_bytes = bits, BYTE_DOTS[bits]
+        self._has_int16_sums = self._has_bytes and not HAS_VNNI
         self._per_step = BYTES_PER_WORD if bits == 8 else CODES_PER_WORD  # inputs
         # PERF: few rows have few sums, each of which waits for its last product. The two words of a
         # step with 4 bits have sums of their own: 1 row takes 0.95 of the time where codes are in
@@ -228,13 +235,16 @@ class _Dots(TileEmitter):
             builder.gep(array, [builder.mul(number, size)])
             for array, size in zip(arrays, sizes, strict=True)
         )
-        of_span = [
-            [cgutils.alloca_once(builder, INT32X16) for _ in range(VECTORS)]
-            for _ in range(self._num_partial)
-        ]
+        of_span, of_pairs = (
+            [
+                [cgutils.alloca_once(builder, vector) for _ in range(VECTORS)]
+                for _ in range(self._num_partial)
+            ]
+            for vector in (INT32X16, INT16X32)
+        )
         of_group = [cgutils.alloca_once(builder, FLOAT32X16) for _ in range(VECTORS)]
         [totals] = self.start(bias, 1)
-        return _Row(integers, zeros, steps, sums, target, of_span, of_group, totals)
+        return _Row(integers, zeros, steps, sums, target, of_span, of_pairs, of_group, totals)
 
     def add_group(
         self, rows: list[_Row], codes: Any, factors: Any, sizes: _Sizes, group: Any
@@ -267,15 +277,41 @@ class _Dots(TileEmitter):
             builder.udiv(count, INDEX(self._per_step)) for count in (start, size)
         )
         own_codes = builder.gep(codes, [builder.mul(first_step, INDEX(VECTORS))])
-        first_word = builder.udiv(start, INDEX(INTEGERS_PER_WORD))
+        first_word = builder.udiv(start, INDEX(INTEGERS_PER_WORD[self._bits]))
         places = [builder.gep(row.integers, [first_word]) for row in rows]
-        with cgutils.for_range(builder, num_steps, intp=INDEX) as loop:
-            self._add_step(rows, places, own_codes, loop.index)
+        if self._has_int16_sums:
+            self._add_by_int16(rows, places, own_codes, num_steps)
+        else:
+            with cgutils.for_range(builder, num_steps, intp=INDEX) as loop:
+                self._add_step(rows, places, own_codes, loop.index)
         for row in rows:
             step = self._wide(builder.load(builder.gep(row.steps, [span])))
             for number, variable in enumerate(row.of_group):
                 dots = builder.sitofp(self._summed(row.of_span, number), FLOAT32X16)
                 builder.store(self._fma(dots, step, builder.load(variable)), variable)
+
+    def _add_by_int16(
+        self, rows: list[_Row], places: list[Any], codes: Any, num_steps: Any
+    ) -> None:
+        """Adds the products of a span's steps by way of sums of 16 bits."""
+        builder, most = self._builder, INDEX(STEPS_OF_INT16)
+        ones = ir.Constant(INT16X32, [1] * (2 * LANES))
+        chunks = builder.udiv(builder.add(num_steps, INDEX(STEPS_OF_INT16 - 1)), most)
+        with cgutils.for_range(builder, chunks, intp=INDEX) as chunk:
+            first = builder.mul(chunk.index, most)
+            for variable in itertools.chain.from_iterable(
+                itertools.chain.from_iterable(row.of_pairs for row in rows)
+            ):
+                builder.store(ir.Constant(INT16X32, None), variable)
+            count = minimum(builder, most, builder.sub(num_steps, first))
+            with cgutils.for_range(builder, count, intp=INDEX) as loop:
+                self._add_step(rows, places, codes, builder.add(first, loop.index))
+            for row in rows:
+                for wide, narrow_ in zip(
+                    itertools.chain(*row.of_span), itertools.chain(*row.of_pairs), strict=True
+                ):
+                    pairs = builder.load(narrow_)
+                    builder.store(self._added(PMADDWD, builder.load(wide), pairs, ones), wide)
 
     def _add_step(self, rows: list[_Row], places: list[Any], codes: Any, step: Any) -> None:
         """Adds the products of the inputs of a step. `places` and `codes` are where the integers of
@@ -290,14 +326,15 @@ class _Dots(TileEmitter):
             at = builder.add(first, INDEX(number))
             for row, place in zip(rows, places, strict=True):
                 word = self._splat(builder.load(builder.gep(place, [at]), align=1))
-                partial = row.of_span[number % self._num_partial]
-                for variable, vector in zip(partial, vectors, strict=True):
+                sums = row.of_pairs if self._has_int16_sums else row.of_span
+                own = sums[number % self._num_partial]
+                for variable, vector in zip(own, vectors, strict=True):
                     builder.store(self._dot(builder.load(variable), vector, word), variable)
 
     def _operands(self, start: Any) -> Iterator[list[Any]]:
         """Yields, for each word of inputs of a step, the codes of all outputs: bytes or int16."""
         builder = self._builder
-        if self._bits == 8 and not HAS_BYTE_DOTS:
+        if self._bits == 8 and not self._has_bytes:
             pairs = builder.bitcast(start, INT8X32.as_pointer())
             for first in (0, VECTORS):
                 loaded = [self._load(pairs, first + number) for number in range(VECTORS)]
@@ -307,8 +344,8 @@ class _Dots(TileEmitter):
         if self._bits == 8:
             yield loaded
             return
-        mask = 0x0F0F0F0F if HAS_BYTE_DOTS else 0x000F000F
-        for shift in (0, 4) if HAS_BYTE_DOTS else (0, 4, 8, 12):
+        mask = 0x0F0F0F0F if self._has_bytes else 0x000F000F
+        for shift in (0, 4) if self._has_bytes else (0, 4, 8, 12):
             yield [self._shifted(words, shift, mask) for words in loaded]
 
     def _end_group(self, row: _Row, factors: Any, sizes: _Sizes, group: Any) -> None:
@@ -343,17 +380,17 @@ class _Dots(TileEmitter):
     def _fma(self, left: Any, right: Any, total: Any) -> Any:
         return self._call(f"llvm.fmuladd.v{LANES}f32", left, right, total)
 
-    def _dot(self, total: Any, left: Any, right: Any) -> Any:
-        """Adds the dot products of the bytes or int16 of each word."""
-        if HAS_BYTE_DOTS:
-            return self._call(DPBUSD, total, left, right, result=INT32X16)
+    def _dot(self, total: Any, codes: Any, inputs: Any) -> Any:
+        """Adds the dot products of the bytes of each word, or of two of them, or of the int16."""
         builder = self._builder
-        left, right = (builder.bitcast(operand, INT16X32) for operand in (left, right))
-        if HAS_AVX512BW:
-            return builder.add(total, self._call(PMADDWD_512, left, right, result=INT32X16))
+        if self._has_bytes and HAS_VNNI:
+            return self._call(DPBUSD, total, codes, inputs, result=INT32X16)
+        if self._has_bytes:
+            operands = (builder.bitcast(operand, INT8X64) for operand in (codes, inputs))
+            return self._added(PMADDUBSW, total, *operands)
+        left, right = (builder.bitcast(operand, INT16X32) for operand in (codes, inputs))
         if HAS_AVX2:
-            parts = [self._dot_in_part(total, left, right, part) for part in (0, 1)]
-            return builder.shuffle_vector(*parts, ir.Constant(INT32X16, list(range(LANES))))
+            return self._added(PMADDWD, total, left, right)
         for first in (0, 1):
             even_or_odd = range(first, 2 * LANES, 2)
             factors = [self._taken(operand, even_or_odd) for operand in (left, right)]
@@ -361,16 +398,27 @@ class _Dots(TileEmitter):
             total = builder.add(total, builder.mul(*wide))
         return total
 
-    def _dot_in_part(self, total: Any, left: Any, right: Any, part: int) -> Any:
-        """Does so in the lower or upper half of the vectors: a register of AVX2.
+    def _added(self, instruction: tuple[str, str], total: Any, left: Any, right: Any) -> Any:
+        """Adds what an instruction computes.
 
-        PERF: LLVM would reorder additions, and keep more partial sums than there are registers.
+        PERF: LLVM would reorder the additions of halves, which are registers of AVX2, and keep more
+        partial sums than there are registers.
         """
-        half = LANES // 2
-        lanes, pairs = (range(part * size, (part + 1) * size) for size in (half, 2 * half))
-        operands = [self._taken(operand, pairs) for operand in (left, right)]
-        product = self._call(PMADDWD, *operands, result=ir.VectorType(WORD, half))
-        return self._opaque(self._builder.add(self._taken(total, lanes), product))
+        builder, (of_half, of_whole) = self._builder, instruction
+        if HAS_AVX512BW:
+            return builder.add(total, self._call(of_whole, left, right, result=total.type))
+        halves = []
+        for part in (0, 1):
+            lower_or_upper = [self._half(vector, part) for vector in (total, left, right)]
+            product = self._call(of_half, *lower_or_upper[1:], result=lower_or_upper[0].type)
+            halves.append(self._opaque(builder.add(lower_or_upper[0], product)))
+        every_lane = ir.VectorType(WORD, total.type.count)
+        lanes = ir.Constant(every_lane, list(range(total.type.count)))
+        return builder.shuffle_vector(*halves, lanes)
+
+    def _half(self, vector: Any, part: int) -> Any:
+        size = vector.type.count // 2
+        return self._taken(vector, range(part * size, (part + 1) * size))
 
     def _taken(self, vector: Any, lanes: range) -> Any:
         mask = ir.Constant(ir.VectorType(WORD, len(lanes)), list(lanes))
@@ -406,7 +454,7 @@ def _multiply_integers(
         num_factors = builder.udiv(arrays[5].nitems, INDEX(LANES))
         per_group = [builder.udiv(count, num_groups) for count in (num_spans, num_factors)]
         sizes = _Sizes(num_groups, width, span, *per_group)
-        words = builder.udiv(num_in, INDEX(INTEGERS_PER_WORD))
+        words = builder.udiv(num_in, INDEX(INTEGERS_PER_WORD[bits]))
         dots = _Dots(builder, bits, size.literal_value)
         places = [*of_inputs, target]
         per_row = [words, num_spans, num_spans, num_groups, args[3]]
@@ -421,6 +469,12 @@ def _multiply_integers(
         return context.get_dummy_value()
 
     return types.void(rows, weights, out, types.intp, size), emit
+
+
+@overload(integers_like, strict=False)
+def _overload_integers_like(codes: Any) -> Callable[[Codes], Integers]:
+    like = INTEGERS_LIKE[8 if codes.dtype == types.int8 else 4]
+    return lambda codes: like
 
 
 @overload(multiply_integers, strict=False, prefer_literal=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 import torch
 from numba import prange, types
 from numba.core.types import containers
@@ -23,7 +24,7 @@ from aserve_kernels.cpu.precompile import Callback, cached_njit, compile_ahead
 from aserve_kernels.cpu.product import LIKE, RECORD_LIKE, compile_product
 from aserve_kernels.cpu.quant_codes import CODES_PER_WORD, QuantWeight, dequantized
 from aserve_kernels.cpu.quant_dots import multiply_by_dots
-from aserve_kernels.cpu.quant_rows import LARGEST, LEAST, SPANS
+from aserve_kernels.cpu.quant_rows import INTEGERS_LIKE, LEAST, SPANS
 from aserve_kernels.cpu.tiles import OUTPUTS
 
 
@@ -52,9 +53,10 @@ def rounded_inputs(x: Tensor, weight: QuantWeight) -> Tensor:
     padded = functional.pad(groups, (0, spans_of_group * span - weight.group))
     spans = padded.unflatten(2, (spans_of_group, span))
     largest = spans.abs().amax(dim=3, keepdim=True)
-    factor = torch.where(largest < LEAST, 0, torch.tensor(float(LARGEST)) / largest)
+    largest_integer = torch.tensor(float(np.iinfo(INTEGERS_LIKE[weight.bits].dtype).max))
+    factor = torch.where(largest < LEAST, 0, largest_integer / largest)
     integers = (spans.double() * factor.double()).round().float()  # rounded once, as an FMA does
-    values = (integers * (largest / LARGEST)).flatten(2)[:, :, : weight.group]
+    values = (integers * (largest / largest_integer)).flatten(2)[:, :, : weight.group]
     rounded: Tensor = values.flatten(1)[:, : x.shape[1]]
     return rounded
 

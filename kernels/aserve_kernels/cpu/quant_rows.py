@@ -2,9 +2,9 @@
 
     x[i] = step[s] n[i]
 
-An integer n has 8 bits where the processor multiplies bytes, else 16. A span s of inputs has a step
-of its own: its largest magnitude over the largest integer. So an input is off by at most half of
-that step.
+An integer n has 8 bits where the processor multiplies these by the codes (BYTE_DOTS), else 16. A
+span s of inputs has a step of its own: its largest magnitude over the largest integer. So an input
+is off by at most half of that step.
 
 The plain functions run with NUMBA_DISABLE_JIT=1; compiled code takes the overloads.
 """
@@ -23,8 +23,8 @@ from numba.extending import intrinsic, overload
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, widen
 from aserve_kernels.cpu.precompile import NO_REFCOUNT
+from aserve_kernels.cpu.quant_codes import BYTE_DOTS
 from aserve_kernels.cpu.simd import (
-    HAS_BYTE_DOTS,
     INDEX,
     INT32X16,
     LANES,
@@ -43,13 +43,15 @@ from aserve_kernels.cpu.simd import (
 Integers: TypeAlias = npt.NDArray[np.int8 | np.int16]
 Int32s: TypeAlias = npt.NDArray[np.int32]
 
-INTEGERS_LIKE: Integers = np.empty(0, np.int8 if HAS_BYTE_DOTS else np.int16)
-INTEGER_BITS = 8 * INTEGERS_LIKE.itemsize
-LARGEST = np.float32(np.iinfo(INTEGERS_LIKE.dtype).max)
-# Inputs that share a step, by the bits of a code; fewer at the end of a group. Rounding them to 8
-# bits in spans of 32 adds about as much to the error of a product as rounding weights to 8 bits
-# did. Weights of 4 bits are ten times as far off, so that longer spans add nothing to that.
-SPANS = {8: 32, 4: 128} if HAS_BYTE_DOTS else {8: 128, 4: 128}
+# By the bits of a code: arrays that stand for the type of the integers.
+INTEGERS_LIKE: dict[int, Integers] = {
+    bits: np.empty(0, np.int8 if has_bytes else np.int16) for bits, has_bytes in BYTE_DOTS.items()
+}
+# By the bits of a code: inputs that share a step, fewer at the end of a group. Rounding them to 8
+# bits in spans of 32 adds half as much to the error of a product as rounding weights to 8 bits did,
+# and as much where some inputs are 50 times as large as others. Weights of 4 bits are ten times as
+# far off, so that longer spans add nothing to that.
+SPANS = {8: 32 if BYTE_DOTS[8] else 128, 4: 128}
 LEAST = np.float32(2.0**-100)  # a span whose largest magnitude is below is zero
 INFINITY_BITS = np.int32(0x7F800000)
 # A float32 of 1.5 * 2^23 + n has n in its lowest bits, rounded to the nearest, ties to even.
@@ -72,6 +74,7 @@ def round_row(x: Floats, zero: np.float32, rows: RoundedRows, row: int) -> None:
     """Writes a row x [in] as integers. `zero` is added to the codes. Groups are multiples of LANES.
     The step of a span is NaN where an input is not finite."""
     integers, sums = rows.integers[row], rows.sums[row]
+    largest_integer = np.float32(np.iinfo(integers.dtype).max)
     of_zeros, steps = rows.zeros[row], rows.steps[row]
     number = 0
     for group in range(len(sums)):
@@ -81,8 +84,8 @@ def round_row(x: Floats, zero: np.float32, rows: RoundedRows, row: int) -> None:
             bits = np.int32(largest_bits(x, first, size))
             largest, factor = bits.view(np.float32), np.float32(0)
             if bits < INFINITY_BITS and largest >= LEAST:
-                factor = LARGEST / largest
-            step = largest / LARGEST if bits < INFINITY_BITS else np.float32(np.nan)
+                factor = largest_integer / largest
+            step = largest / largest_integer if bits < INFINITY_BITS else np.float32(np.nan)
             factors, sum_of_lanes = splat(factor), zeros()
             for i in range(first, first + size, LANES):
                 # Of infinities and NaN it has any bits: then the step is NaN.
@@ -134,7 +137,7 @@ def _largest_bits(typing: Any, x: Any, start: Any, size: Any) -> Intrinsic:
 
 @intrinsic
 def _store_lowest_bits(typing: Any, lanes: Any, integers: Any, start: Any) -> Intrinsic:
-    vector = ir.VectorType(ir.IntType(INTEGER_BITS), LANES)
+    vector = ir.VectorType(ir.IntType(integers.dtype.bitwidth), LANES)
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         place = address_of(context, builder, integers, args[1], args[2], vector)

@@ -22,7 +22,7 @@ from aserve_kernels.cpu.bf16 import Float32s, Floats, widen
 
 # The features that numba compiles for: the machine's, unless NUMBA_CPU_FEATURES names others.
 FEATURES = get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
-HAS_AVX2, HAS_AVX512, HAS_AVX512BW, HAS_AVX512_BF16, HAS_BYTE_DOTS = (
+HAS_AVX2, HAS_AVX512, HAS_AVX512BW, HAS_AVX512_BF16, HAS_VNNI = (
     f"+{name}" in FEATURES.split(",")
     for name in ("avx2", "avx512f", "avx512bw", "avx512bf16", "avx512vnni")
 )
@@ -37,6 +37,7 @@ INT32X16 = ir.VectorType(ir.IntType(32), LANES)
 INT16X16 = ir.VectorType(ir.IntType(16), LANES)
 INT8X16 = ir.VectorType(ir.IntType(8), LANES)
 INT16X32, INT8X32 = (ir.VectorType(ir.IntType(bits), 2 * LANES) for bits in (16, 8))
+INT8X64 = ir.VectorType(ir.IntType(8), 4 * LANES)
 FLOAT16X16 = ir.VectorType(ir.HalfType(), LANES)
 INDEX = ir.IntType(64)
 IN_L1, IN_L2 = 3, 2  # how near to the processor a prefetched line is brought

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ from aserve_kernels.cpu.quant_linear import (
     quant_linear_ref,
     rounded_inputs,
 )
-from aserve_kernels.cpu.quant_rows import LARGEST, SPANS
+from aserve_kernels.cpu.quant_rows import INTEGERS_LIKE, SPANS
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
 RANGES = {8: (-127, 128), 4: (-8, 8)}
@@ -76,7 +77,8 @@ def test_an_input_is_off_by_half_a_step_of_its_span_at_most(bits: int) -> None:
     generator = torch.Generator().manual_seed(6)
     x = torch.randn((50, 384), generator=generator) * torch.logspace(-3, 3, 384)
     spans = x.unflatten(1, (-1, SPANS[bits]))
-    half_a_step = spans.abs().amax(dim=2, keepdim=True) / float(LARGEST) / 2
+    largest = np.iinfo(INTEGERS_LIKE[bits].dtype).max
+    half_a_step = spans.abs().amax(dim=2, keepdim=True) / float(largest) / 2
     error = (rounded_inputs(x, packed).view_as(spans) - spans).abs()
     assert (error <= half_a_step * 1.0001).all()
 

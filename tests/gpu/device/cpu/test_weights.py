@@ -11,6 +11,7 @@ import torch
 from aserve.errors import ConfigError
 from aserve.gpu.device.cpu.kernel_linear import (
     PREPARE_QUANTIZED,
+    QUANTIZATIONS,
     prepare_bf16_stored,
     prepare_tiled,
 )
@@ -26,7 +27,7 @@ from aserve.gpu.device.cpu.weights import (
 from aserve.gpu.kv.layer_groups import LayerSpec
 from aserve.gpu.layers.linear import Linear, Prepare, prepare
 from aserve.gpu.weights.format import WeightRequest
-from aserve_kernels.cpu.simd import HAS_BYTE_DOTS
+from aserve_kernels.cpu.quant_codes import BYTE_DOTS
 
 CPU = torch.device("cpu")
 LARGE = SMALL_BYTES  # weights, of four bytes each
@@ -213,8 +214,9 @@ def test_each_form_gives_the_plain_product(
     expected = prepare(Linear(weight.double(), bias), CPU, dtype=torch.float64)(x.double())
     assert (got.dtype, got.shape) == (dtype, (num_tokens, 50))
     error = 4 * torch.finfo(dtype).eps
-    if format_ in PREPARE_QUANTIZED.values():
-        error = max(error, 2.0**-7 if HAS_BYTE_DOTS else 2.0**-15)  # inputs become integers
+    for name, bits in QUANTIZATIONS.items():
+        if format_ is PREPARE_QUANTIZED[name]:  # inputs become integers
+            error = max(error, 2.0**-7 if BYTE_DOTS[bits] else 2.0**-15)
     assert (got.double() - expected).norm() <= error * expected.norm()
 
 
