@@ -102,6 +102,7 @@ class ServerState:
     is_paused: bool = False  # by the administrator
     is_updating: bool = False  # the weights: nothing runs meanwhile
     is_asleep: bool = False
+    sleep_changes: set[asyncio.Task[None]] = field(default_factory=set)  # that run
     weight_version: str = "default"  # that the administrator gave to the weights
     weights: LoadWeights | None = None  # the last update of the weights, if there was one
     update: asyncio.Task[None] | None = None  # of the weights, while one runs

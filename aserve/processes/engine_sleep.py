@@ -45,6 +45,7 @@ class EngineSleep:
         self.has_profile = False  # the process would lose it; written by the engine
         self._is_asleep = self._is_nap = False
         self._turn = asyncio.Lock()
+        self._waking: asyncio.Task[ErrorInfo | None] | None = None  # the last one, for a job
         self._is_wanted = asyncio.Event()  # something has come that ends a nap
         self._busy_at_s = time.monotonic()  # when the engine was last known to work
 
@@ -83,9 +84,12 @@ class EngineSleep:
             return None
 
     async def ready_for_job(self) -> ErrorInfo | None:
-        """Ends a nap. Returns the error of a job that the engine cannot run now."""
+        """Ends a nap. Returns the error of a job that the engine cannot run now. The wake-up goes
+        on when the client of the job goes away.
+        """
         if self._is_nap:
-            return await self.end()
+            self._waking = asyncio.ensure_future(self.end())
+            return await asyncio.shield(self._waking)
         return None if self._engine.is_up else self._absent()
 
     async def nap_when_idle(self, after_s: float) -> None:

@@ -352,6 +352,38 @@ async def test_streams_of_all_frontends_go_on_after_a_sleep_of_the_engine(
     assert (await until_idle(client))["aserve_engine_restarts_total"] == restarts
 
 
+async def test_a_sleep_and_a_wake_up_go_on_without_their_clients(
+    server: ServerProcess, client: aiohttp.ClientSession
+) -> None:
+    """Whichever frontend has got them."""
+
+    async def leave(path: str, until_so: Callable[[], Any]) -> None:
+        call = asyncio.ensure_future(client.post(path, headers=ROOT))
+        async with asyncio.timeout(30):
+            while not await until_so():
+                await asyncio.sleep(0.005)
+        assert not call.done(), "it would show nothing"
+        call.cancel()
+
+    async def sleeps() -> bool:
+        return bool((await get(client, "/is_sleeping", headers=ROOT))[1]["is_sleeping"])
+
+    async def starts() -> bool:
+        return server.engine_pid != server.process.pid
+
+    await until_idle(client)
+    for _ in range(3):
+        await leave("/sleep", sleeps)
+        async with client.post("/sleep", headers=ROOT) as answer:  # waits for the first one
+            assert answer.status == 200
+        assert await sleeps()
+        await leave("/wake_up", starts)
+        async with client.post("/wake_up", headers=ROOT) as answer:
+            assert answer.status == 200, await answer.text()
+        async with client.post(URL, json=BODY | {"max_tokens": 2}) as answer:
+            assert answer.status == 200, await answer.text()
+
+
 async def test_a_frontend_that_is_killed_leaves_nothing_in_the_engine_and_is_started_again(
     server: ServerProcess, client: aiohttp.ClientSession
 ) -> None:

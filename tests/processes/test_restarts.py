@@ -274,6 +274,15 @@ async def test_an_idle_engine_naps_until_a_request_or_a_job_comes() -> None:
         assert refused.code == "profile_running"
         assert await rig.core.run_job(Profile(2, "there")) is None
         assert await rig.core.run_job(LoadLora(1, 1, "there")) is None
+        while not rig.core._sleep._is_nap:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        num_starts = rig.engine._num_starts
+        left = asyncio.ensure_future(rig.core.run_job(LoadLora(2, 2, "there")))
+        while rig.engine._num_starts == num_starts:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        left.cancel()
+        assert tokens_of(await rig.ask("behind")) == expected(seed=1)
+        assert rig.engine._num_starts == num_starts + 1, "the wake-up goes on"
         assert await rig.core.run_job(Sleep()) is None
         waiting = asyncio.ensure_future(rig.ask("waiting", timeout_s=3 * NAP_S))
         assert (await waiting)[-1].error is not None, "the administrator's sleep is no nap"

@@ -6,11 +6,12 @@ stopped, as after the death of an engine. Requests that come meanwhile are refus
 long as a start of the engine: it reads the weights, and loads the adapters.
 
 With --sleep-idle-seconds an idle engine naps. A nap ends with the next request, and these endpoints
-see it as any other sleep.
+see it as any other sleep. A sleep or a wake-up goes on when its client goes away.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Literal
 
@@ -69,9 +70,6 @@ async def read_sleep(_: web.Request, context: HttpContext) -> web.Response:
 
 
 async def _set_asleep(context: HttpContext, *, is_asleep: bool) -> web.Response:
-    """Refuses new requests from the beginning of the sleep to the end of the wake-up. Those of a
-    nap wait for the engine.
-    """
     state, num_nodes = context.state, context.settings.get("nnodes", 1)
     if is_asleep and num_nodes != 1:
         raise refused(400, f"An engine on {num_nodes} nodes cannot sleep: the others would end.")
@@ -81,6 +79,18 @@ async def _set_asleep(context: HttpContext, *, is_asleep: bool) -> web.Response:
         raise refusal
     if state.update is not None:
         raise refused(400, "An update of the weights is running.")
+    change = asyncio.ensure_future(_change(context, is_asleep=is_asleep))
+    state.sleep_changes.add(change)
+    change.add_done_callback(state.sleep_changes.discard)
+    await asyncio.shield(change)
+    return json_response(SleepAnswer(is_asleep, context.gateway.num_open))
+
+
+async def _change(context: HttpContext, *, is_asleep: bool) -> None:
+    """Refuses new requests from the beginning of the sleep to the end of the wake-up. Those of a
+    nap wait for the engine.
+    """
+    state = context.state
     becomes, state.is_asleep = state.is_asleep, is_asleep or state.is_asleep
     state.share()
     try:
@@ -92,7 +102,6 @@ async def _set_asleep(context: HttpContext, *, is_asleep: bool) -> web.Response:
         state.is_asleep = becomes
         state.share()
     logger.info("engine asleep=%s open_requests=%s", is_asleep, context.gateway.num_open)
-    return json_response(SleepAnswer(is_asleep, context.gateway.num_open))
 
 
 async def _check_tags(request: web.Request) -> None:
