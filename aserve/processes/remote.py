@@ -210,10 +210,11 @@ class RemoteEngineCore:
             case JobDone():
                 self._answer_job(message.job, message.error)
             case Ready():
-                self._process.note_up()
                 self.spec = message.spec
                 self._heard_at_s = time.monotonic()
-                self.is_up = self._on_death is None  # a restarted one loads its adapters first
+                self.is_up = self._on_death is None  # a restarted one loads more first
+                if self.is_up:
+                    self._process.note_up()
                 settle(self.ready, message)
             case LoadFailed():
                 kind = ConfigError if message.is_config else EngineDead
@@ -327,8 +328,8 @@ class RemoteEngineCore:
 
     async def start_again(self) -> None:
         """Starts a process, which loads the weights and adapters of the former one, and sends it
-        the open requests. Raises AserveError, once it has ended, if it dies before that. An engine
-        whose weights are not those of the open requests ends the server.
+        the open requests. Raises AserveError, once it has ended, if it dies before that, or cannot
+        load the weights of the open requests.
         """
         try:
             await self._start_again()
@@ -343,10 +344,9 @@ class RemoteEngineCore:
         for update in self._weights:
             error = await self._run(update) if self._link.is_open else None
             if error is not None and self._link.is_open:
-                assert self._on_death is not None
+                await self._link.close(timeout_s=FLUSH_S)
                 reason = f"the updated weights could not be loaded again: {error.message}"
-                self._on_death("engine", EngineDead(reason))
-                return
+                raise EngineDead(reason)
         for load in list(self._loras.values()):
             error = await self._run(load) if self._link.is_open else None
             if error is not None and self._link.is_open:
@@ -356,6 +356,7 @@ class RemoteEngineCore:
         if not self._link.is_open:
             raise EngineDead("the engine's process ended as soon as it was ready; its log says why")
         self._ports.report(EngineUp())
+        self._process.note_up()
         self.is_up = True
         self._send_again(self._journal.resume())
         if self._settings is not None:  # after the requests that were admitted before the change

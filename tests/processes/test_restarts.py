@@ -206,6 +206,25 @@ async def test_updated_weights_are_loaded_again_or_the_server_ends(
 
 
 @pytest.mark.slow
+async def test_an_engine_whose_updated_weights_are_gone_goes_on_sleeping(tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    weights.touch()
+    async with running("filed") as rig:
+        for job in (LoadWeights(1, str(weights)), Sleep()):
+            assert await rig.core.run_job(job) is None
+        weights.unlink()
+        asked = asyncio.ensure_future(rig.ask("a"))
+        error = await rig.core.run_job(Wake())
+        assert error is not None
+        assert "could not be loaded again" in error.message
+        assert rig.process.returncode is not None, "nothing runs with other weights"
+        assert not rig.died.is_set()
+        weights.touch()
+        assert await rig.core.run_job(Wake()) is None
+        assert tokens_of(await asked) == expected(seed=1)
+
+
+@pytest.mark.slow
 async def test_requests_outlive_a_sleep_of_the_engine_unless_their_time_is_over() -> None:
     """It counts as no death, however often it sleeps."""
     async with running("slow", max_s=120, max_restarts=0) as rig:
