@@ -21,9 +21,9 @@ import resource
 import socket
 import ssl
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from aiohttp import HttpVersion11, hdrs, web
 from aiohttp.http import RawRequestMessage
@@ -38,6 +38,9 @@ from aserve.http.peers import Peers
 from aserve.http.tls import tls_context
 from aserve.options.option import is_host
 
+# Waits for what a frontend must know before clients reach it. Other frontends reach it already.
+Join: TypeAlias = Callable[[], Awaitable[None]]
+
 logger = logging.getLogger(__name__)
 
 UNREAD_BODY_S = 5.0  # for the client to finish sending a body that has already been answered
@@ -48,11 +51,15 @@ SURPLUS_S = 1.0
 OTHER_FILES = 256  # files of the model and the loop, listening sockets, and pipes to workers
 
 
+async def join_none() -> None:
+    """A server without others before it has nothing to wait for."""
+
+
 async def listen(
-    runner: web.AppRunner, options: ServerOptions, peers: Peers
+    runner: web.AppRunner, options: ServerOptions, peers: Peers, *, join: Join = join_none
 ) -> list[asyncio.Server]:
     """Opens the port or the Unix socket for the application of `runner`, which must be set up. With
-    other frontends it shares the port, and also opens its private socket.
+    other frontends it shares the port, which it opens behind its private socket and `join`.
     """
     assert runner.server is not None
     limits = ConnectionLimits(
@@ -72,13 +79,13 @@ async def listen(
         raise OSError(f"{host!r} is no host name")
     if is_shared and not peers.number:
         await check_free(host, port)
-    listeners = await open_port(connections, host, port, tls=tls, is_shared=is_shared)
-    if is_shared:
-        path = peers.socket_of(peers.number)
-        loop = asyncio.get_running_loop()
-        private = await loop.create_unix_server(connections, path, backlog=BACKLOG)
-        listeners.append(private)
-    return listeners
+    if not is_shared:
+        return await open_port(connections, host, port, tls=tls)
+    path = peers.socket_of(peers.number)
+    loop = asyncio.get_running_loop()
+    private = await loop.create_unix_server(connections, path, backlog=BACKLOG)
+    await join()
+    return [*await open_port(connections, host, port, tls=tls, is_shared=True), private]
 
 
 def _defer_expectations(server: web.Server) -> None:

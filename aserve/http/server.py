@@ -22,7 +22,14 @@ from aserve.http.access_log import log_access
 from aserve.http.auth import IDENTITY, Access, read_keys
 from aserve.http.batches import handlers as batches
 from aserve.http.body import IGNORED
-from aserve.http.connection import address_of, close_after_unsized, listen, reason_of
+from aserve.http.connection import (
+    Join,
+    address_of,
+    close_after_unsized,
+    join_none,
+    listen,
+    reason_of,
+)
 from aserve.http.control.info import version
 from aserve.http.control.loads import load_reporter
 from aserve.http.cors import add_cors_headers, is_preflight, preflight_response
@@ -70,12 +77,14 @@ class HttpServer:
         self._listeners: list[asyncio.Server] = []
         self._delay = LoopDelay(context.registry)
 
-    async def start(self) -> str:
-        """Opens the port and returns the server's URL. Port 0 takes a free one."""
+    async def start(self, join: Join = join_none) -> str:
+        """Opens the port and returns the server's URL. Port 0 takes a free one. `join` is awaited
+        when the other frontends reach this one, and before clients do.
+        """
         host, port = self._options.host, self._options.port
         await self._runner.setup()
         try:
-            self._listeners = await listen(self._runner, self._options, self._app[PEERS])
+            self._listeners = await listen(self._runner, self._options, self._app[PEERS], join=join)
         except OSError as error:
             await self.stop()
             where = self._options.uds or f"{host}:{port}"

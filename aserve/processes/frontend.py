@@ -33,6 +33,7 @@ from aserve.observability.reports import RequestState, TickReport
 from aserve.processes.frontends import (
     FromFrontendProcess,
     Join,
+    Reachable,
     Serving,
     SharedState,
     Stop,
@@ -63,6 +64,7 @@ class FurtherFrontend:
 
     def __init__(self) -> None:
         self._joined: asyncio.Future[Join] = asyncio.get_running_loop().create_future()
+        self._knows_state = asyncio.Event()  # or it is ending
         self._ending = asyncio.Event()
         self._is_closing = False
         self._directory = ""  # of the sockets
@@ -90,7 +92,7 @@ class FurtherFrontend:
         self._core = SharedEngineCore(self._link, join.ready.spec)
         await frontend.join(self._core, text)
         http = connect_http(frontend, join.peers)
-        await http.start()
+        await http.start(self._learn_state)
         set_up_collector()
         self._link.inbox.send(Serving())
         await self._ending.wait()
@@ -103,6 +105,10 @@ class FurtherFrontend:
         await self._link.close(timeout_s=1)
         return 1 if frontend.failure else 0
 
+    async def _learn_state(self) -> None:
+        self._link.inbox.send(Reachable())
+        await self._knows_state.wait()
+
     def _on_message(self, message: ToFrontendProcess) -> None:
         if isinstance(message, Join):
             self._joined.set_result(message)
@@ -111,7 +117,7 @@ class FurtherFrontend:
             self._stop(message)
             return
         if self._frontend is None:
-            return  # it is told the state once more when it serves
+            return  # it is told the state when it is reachable
         match message:
             case StepOutput() | Retired() | Refused() | Amended() | OpenText():
                 self._frontend.ports.text.send(message)
@@ -122,6 +128,7 @@ class FurtherFrontend:
                 state.cache_epoch, state.is_paused = message.cache_epoch, message.is_paused
                 state.is_updating, state.is_asleep = message.is_updating, message.is_asleep
                 state.weights, state.weight_version = message.weights, message.weight_version
+                self._knows_state.set()
             case ChangeSettings():
                 self._frontend.state.settings.follow(message)
             case _:
@@ -132,7 +139,7 @@ class FurtherFrontend:
             self._core.die(message.reason)
         elif self._frontend is not None and self._ending.is_set():
             self._frontend.end_all(ShuttingDown("the server was stopped").info())
-        self._ending.set()
+        self._end()
 
     def _on_end(self, error: Exception | None) -> None:
         """The first frontend has ended, and the engine with it."""
@@ -141,8 +148,12 @@ class FurtherFrontend:
         if self._core is None:
             end_process(1)
         self._core.die("the first frontend has ended")
-        self._ending.set()
+        self._end()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _end(self) -> None:
+        self._ending.set()
+        self._knows_state.set()
 
     def _refuse(self, message: FromFrontendProcess) -> None:
         if isinstance(message, AdmitRequest) and self._frontend is not None:

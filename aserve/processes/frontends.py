@@ -67,6 +67,14 @@ class Join(Message, frozen=True):
     port: int
 
 
+class Reachable(Message, frozen=True):
+    """The frontend has opened its private socket, and waits for the SharedState.
+
+    NOTE: what the administrator changes later reaches it by the one or the other, so no client
+    meets a frontend that does not know of a pause or of new weights.
+    """
+
+
 class Serving(Message, frozen=True):
     """The frontend has opened the port."""
 
@@ -89,7 +97,7 @@ class Stop(Message, frozen=True):
 ToFrontendProcess: TypeAlias = (
     Join | SharedState | Stop | Died | ChangeSettings | TickReport | RequestState | DetokenizerEvent
 )
-FromFrontendProcess: TypeAlias = Serving | AdmitRequest | Cancel | Amend
+FromFrontendProcess: TypeAlias = Reachable | Serving | AdmitRequest | Cancel | Amend
 
 
 class Frontends:
@@ -141,9 +149,11 @@ class Frontends:
         return Join(start, ready, peers, self._port)
 
     def state(self) -> list[SharedState | ChangeSettings]:
-        """Returns what a new frontend must know that the administrator has changed."""
+        """Returns what a new frontend must know that the administrator has changed. It opens the
+        port behind the SharedState.
+        """
         shared = self._shared()
-        return [shared] if self._settings is None else [shared, self._settings]
+        return [shared] if self._settings is None else [self._settings, shared]
 
     def submit(self, message: AdmitRequest | Cancel | Amend) -> None:
         assert self._core is not None
@@ -346,10 +356,11 @@ class FrontendProcess:
 
     def _on_message(self, message: FromFrontendProcess) -> None:
         match message:
-            case Serving():
-                self._has_served = True
+            case Reachable():
                 for state in self._frontends.state():
                     self.link.inbox.send(state)
+            case Serving():
+                self._has_served = True
                 if not self.serving.done():
                     self.serving.set_result(None)
             case AdmitRequest() | Cancel() | Amend():

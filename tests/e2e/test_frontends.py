@@ -360,7 +360,7 @@ async def test_a_sleep_and_a_wake_up_go_on_without_their_clients(
     async def leave(path: str, until_so: Callable[[], Any]) -> None:
         call = asyncio.ensure_future(client.post(path, headers=ROOT))
         async with asyncio.timeout(30):
-            while not await until_so():
+            while not await until_so():  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         assert not call.done(), "it would show nothing"
         call.cancel()
@@ -413,6 +413,39 @@ async def test_a_frontend_that_is_killed_leaves_nothing_in_the_engine_and_is_sta
     assert frontend_pids(server) != [pid]
     await abort_all(client)
     await until_idle(client)
+
+
+async def test_a_pause_holds_in_a_frontend_from_its_first_connection_on(
+    server: ServerProcess, client: aiohttp.ClientSession
+) -> None:
+    """The first frontend stands still, so a new one can hear nothing of the pause."""
+
+    async def ask() -> int:
+        async with client.post(URL, json=BODY | {"max_tokens": 1}) as answer:
+            return answer.status
+
+    sockets = directory_of(server.process.pid)
+    before = {*os.listdir(sockets)}
+    async with client.post("/pause_generation", json={}, headers=ROOT) as answer:
+        assert answer.status == 200
+    (killed,) = frontend_pids(server)
+    os.kill(killed, signal.SIGKILL)
+    async with asyncio.timeout(30):
+        while frontend_pids(server) in ([], [killed]):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    os.kill(server.process.pid, signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(30):
+            while {*os.listdir(sockets)} <= before:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        asked = [asyncio.ensure_future(ask()) for _ in range(NUM_TRIES)]
+        await asyncio.wait(asked, timeout=1)
+    finally:
+        os.kill(server.process.pid, signal.SIGCONT)
+    assert {*await asyncio.gather(*asked)} == {503}
+    async with client.post("/continue_generation", headers=ROOT) as answer:
+        assert answer.status == 200
+    assert await ask() == 200
 
 
 async def test_a_server_that_ends_finishes_the_streams_of_a_further_frontend(
