@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -102,10 +102,9 @@ class ServerState:
     is_paused: bool = False  # by the administrator
     is_updating: bool = False  # the weights: nothing runs meanwhile
     is_asleep: bool = False
-    sleep_changes: set[asyncio.Task[None]] = field(default_factory=set)  # that run
     weight_version: str = "default"  # that the administrator gave to the weights
     weights: LoadWeights | None = None  # the last update of the weights, if there was one
-    update: asyncio.Task[None] | None = None  # of the weights, while one runs
+    changes: set[asyncio.Task[None]] = field(default_factory=set)  # that are carried out
     num_jobs: int = 0  # of the executor, at the administrator's request
     cache_epoch: str = ""  # changes when the prefix cache is flushed
     share: Callable[[], None] = lambda: None  # tells other frontends what the administrator changed
@@ -147,6 +146,15 @@ class ServerState:
         """Changes the namespace of later requests, so that they find no earlier page."""
         self.cache_epoch = secrets.token_hex(EPOCH_BYTES)
         self.share()
+
+    async def carry_out(self, change: Coroutine[None, None, None]) -> None:
+        """Runs a change, and raises what it raises. It goes on when the client that asked for it
+        goes away, because it must not end half done.
+        """
+        task = asyncio.ensure_future(change)
+        self.changes.add(task)
+        task.add_done_callback(self.changes.discard)
+        await asyncio.shield(task)
 
     def refusal(self) -> AserveError | None:
         """Returns the error for new requests, or None if the server accepts them."""

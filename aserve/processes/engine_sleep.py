@@ -45,7 +45,7 @@ class EngineSleep:
         self.has_profile = False  # the process would lose it; written by the engine
         self._is_asleep = self._is_nap = False
         self._turn = asyncio.Lock()
-        self._waking: asyncio.Task[ErrorInfo | None] | None = None  # the last one, for a job
+        self._woken = self._new_future()  # the outcome of the next wake-up from a nap
         self._is_wanted = asyncio.Event()  # something has come that ends a nap
         self._busy_at_s = time.monotonic()  # when the engine was last known to work
 
@@ -88,8 +88,10 @@ class EngineSleep:
         on when the client of the job goes away.
         """
         if self._is_nap:
-            self._waking = asyncio.ensure_future(self.end())
-            return await asyncio.shield(self._waking)
+            self._is_wanted.set()
+            error = await asyncio.shield(self._woken)
+            if error is not None:
+                return error
         return None if self._engine.is_up else self._absent()
 
     async def nap_when_idle(self, after_s: float) -> None:
@@ -121,6 +123,8 @@ class EngineSleep:
 
     async def _wake_up(self) -> None:
         error = await self.end() if self._is_nap else None
+        woken, self._woken = self._woken, self._new_future()
+        woken.set_result(error)
         if error is not None:
             logger.error("engine cannot wake cause=%r", error.message)
             self._engine.end_all(error)
@@ -132,6 +136,9 @@ class EngineSleep:
     def _end_nap(self) -> None:
         self._is_nap = False
         self.note_work()
+
+    def _new_future(self) -> asyncio.Future[ErrorInfo | None]:
+        return asyncio.get_running_loop().create_future()
 
     def _absent(self) -> ErrorInfo:
         why = "sleeps: wake it first" if self._is_asleep else "is restarting; try again later"

@@ -345,8 +345,7 @@ class RemoteEngineCore:
             error = await self._run(update) if self._link.is_open else None
             if error is not None and self._link.is_open:
                 await self._link.close(timeout_s=FLUSH_S)
-                reason = f"the updated weights could not be loaded again: {error.message}"
-                raise EngineDead(reason)
+                raise EngineDead(f"the updated weights could not be loaded again: {error.message}")
         for load in list(self._loras.values()):
             error = await self._run(load) if self._link.is_open else None
             if error is not None and self._link.is_open:

@@ -14,7 +14,7 @@ TASK_HOMES = (
     "aserve/parallel/leader.py",  # a profile ends although its client has gone
     "aserve/router/replica_connection.py",  # a body is sent while its answer is awaited
     "aserve/http/streams/resumable.py",  # an answer that goes on without its client
-    "aserve/http/control/weights.py",  # an update of weights goes on, too
+    "aserve/http/state.py",  # updates of weights and sleeps go on, too
 )
 BROAD_EXCEPT_HOMES = (
     *("aserve/actors/base.py", "aserve/http/server.py", "aserve/http/streams/resumable.py"),

@@ -11,7 +11,6 @@ see it as any other sleep. A sleep or a wake-up goes on when its client goes awa
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import Literal
 
@@ -77,12 +76,9 @@ async def _set_asleep(context: HttpContext, *, is_asleep: bool) -> web.Response:
         refusal = state.refusal()
         assert refusal is not None
         raise refusal
-    if state.update is not None:
+    if state.is_updating:
         raise refused(400, "An update of the weights is running.")
-    change = asyncio.ensure_future(_change(context, is_asleep=is_asleep))
-    state.sleep_changes.add(change)
-    change.add_done_callback(state.sleep_changes.discard)
-    await asyncio.shield(change)
+    await state.carry_out(_change(context, is_asleep=is_asleep))
     return json_response(SleepAnswer(is_asleep, context.gateway.num_open))
 
 

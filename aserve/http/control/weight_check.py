@@ -65,7 +65,7 @@ async def check_weights(
     state = context.state
     if (refusal := state.refusal()) is not None and not state.is_held:
         raise refusal
-    if state.update is not None:
+    if state.is_updating:
         raise refused(400, "An update of the weights is running.")
     answer = WeightsCheckerAnswer(True, MESSAGES[body.action])
     if body.action == "checksum":

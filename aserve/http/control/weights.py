@@ -13,7 +13,6 @@ must stay where they are until an update from a checkpoint.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 from typing import TypeAlias
@@ -138,12 +137,11 @@ async def _updated(
         assert refusal is not None
         raise refusal
     version = _checked(body.weight_version or "default")
-    if state.update is not None:
+    if state.is_updating:
         raise refused(400, "Another update of the weights is running.")
     load = make_load(state.next_job(), state.weights)
-    update = asyncio.ensure_future(_update(request, context, body, load, version))
-    state.update = update
-    await asyncio.shield(update)
+    state.is_updating = True  # before the other frontends are told, by whatever message
+    await state.carry_out(_update(request, context, body, load, version))
     return json_response(UpdateAnswer(True, "Succeeded to update model weights.", version))
 
 
@@ -152,7 +150,6 @@ async def _update(
 ) -> None:
     """Raises if the weights are still the old ones."""
     state = context.state
-    state.is_updating = True  # before the other frontends are told, by whatever message
     try:
         mode = PauseBody(
             mode="abort" if body.abort_all_requests else "wait",
@@ -175,7 +172,6 @@ async def _update(
         logger.info("weights updated path=%s tensors=%s version=%s", path, tensors, version)
     finally:
         state.is_updating = False
-        state.update = None
         state.share()
 
 
