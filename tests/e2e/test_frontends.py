@@ -448,6 +448,29 @@ async def test_a_pause_holds_in_a_frontend_from_its_first_connection_on(
     assert await ask() == 200
 
 
+async def test_a_pause_outlasts_what_the_first_frontend_shares_meanwhile(
+    server: ServerProcess, client: aiohttp.ClientSession
+) -> None:
+    """The first frontend tells of a flush behind the pause of the other one, and before its own."""
+    (further,) = (name for name in os.listdir(directory_of(server.process.pid)) if name[0] != "0")
+    connector = aiohttp.UnixConnector(f"{directory_of(server.process.pid)}/{further}")
+    async with aiohttp.ClientSession(server.address, connector=connector, headers=ROOT) as admin:
+        os.kill(server.process.pid, signal.SIGSTOP)
+        try:
+            calls = []
+            for path in ("/flush_cache", "/pause_generation"):
+                calls.append(asyncio.ensure_future(admin.post(path, json={})))
+                await asyncio.wait(calls, timeout=0.5)
+        finally:
+            os.kill(server.process.pid, signal.SIGCONT)
+        assert [answer.status for answer in await asyncio.gather(*calls)] == [200, 200]
+        body = BODY | {"max_tokens": 1}
+        asked = [client.post(URL, json=body) for _ in range(NUM_TRIES)]
+        assert {answer.status for answer in await asyncio.gather(*asked)} == {503}
+        async with admin.post("/continue_generation") as answer:
+            assert not (await answer.json())["is_paused"]
+
+
 async def test_a_server_that_ends_finishes_the_streams_of_a_further_frontend(
     server: ServerProcess, client: aiohttp.ClientSession
 ) -> None:

@@ -72,7 +72,7 @@ async def _pause(request: web.Request, context: HttpContext, body: PauseBody) ->
     if body.until_updated:
         context.state.is_updating = True
     else:
-        context.state.is_paused = True
+        _set_paused(context, is_paused=True)
     gateway = context.gateway
     if body.mode == "abort":
         request.app[ABORTS].abort(request[IDENTITY], None, "The server was paused.")
@@ -84,8 +84,16 @@ async def _pause(request: web.Request, context: HttpContext, body: PauseBody) ->
 
 
 async def resume(request: web.Request, context: HttpContext) -> web.Response:
-    context.state.is_paused = False
+    _set_paused(context, is_paused=False)
     return await read_pause(request, context)
+
+
+def _set_paused(context: HttpContext, *, is_paused: bool) -> None:
+    """The first frontend tells the others as well. WHY: what it shared last, such as a flush, may
+    reach them behind their own pause, and has the state from before it.
+    """
+    context.state.is_paused = is_paused
+    context.state.share()
 
 
 async def read_pause(_: web.Request, context: HttpContext) -> web.Response:
