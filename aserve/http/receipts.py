@@ -4,6 +4,7 @@ answer, and of the last event with a choice in a stream.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Generic
@@ -18,6 +19,13 @@ from aserve.messages.base import FinishReason
 from aserve.messages.output import OutputChunk
 from aserve.receipts.facts import Facts
 from aserve.receipts.record import Receipt, ReceiptOutput
+
+UNREADABLE = (
+    "The server cannot read the files of its model any more, which a receipt hashes. Send the "
+    "request without 'receipt', or let the administrator put the files back."
+)
+
+logger = logging.getLogger(__name__)
 
 
 async def receipt_facts(body: CompletionBody | ChatBody, context: HttpContext) -> Facts | None:
@@ -41,7 +49,11 @@ async def receipt_facts(body: CompletionBody | ChatBody, context: HttpContext) -
                 raise unsupported("receipt", reason)
             receipts.use(Path(weights.path))
         adapter_dir = None if lora is None else Path(lora.path)
-        facts = await receipts.find(name, adapter_dir, dtype=spec.dtype)
+        try:
+            facts = await receipts.find(name, adapter_dir, dtype=spec.dtype)
+        except OSError as error:
+            logger.warning("no receipt cause=%r", error)
+            raise unsupported("receipt", UNREADABLE) from None
         if served == (state.weights, context.loras.find(name)):
             return facts
 

@@ -15,6 +15,7 @@ from aserve.receipts.digest import Digests
 from aserve.receipts.record import (
     NUMERIC_OPTIONS,
     Machine,
+    ModelDigest,
     ReceiptModel,
     Settings,
     this_machine,
@@ -58,7 +59,7 @@ class FactFinder:
         def find() -> tuple[str, list[str]]:
             self._model_dir = self._model_dir or self._find_model()
             has_weights = self._settings.get("load_format") != "dummy"
-            digest = self._digests.of(self._model_dir, has_weights=has_weights)
+            digest = self._weights_of(self._model_dir, has_weights=has_weights)
             return digest.weights, [self._digests.of_file(path) for path in files]
 
         async with self._turn:
@@ -75,12 +76,21 @@ class FactFinder:
         settings = {option: chosen.get(option) for option in NUMERIC_OPTIONS}
         has_weights = settings["load_format"] != "dummy"
         tokenizer = chosen.get("tokenizer")
-        digest = self._digests.of(
+        digest = self._weights_of(
             self._model_dir,
             has_weights=has_weights,
             tokenizer=None if tokenizer is None else str(tokenizer),
         )
-        adapter = None if adapter_dir is None else self._digests.of(adapter_dir)
+        adapter = None if adapter_dir is None else self._weights_of(adapter_dir)
         return Facts(
             ReceiptModel(name, digest, adapter), msgspec.convert(settings, Settings), self._machine
         )
+
+    def _weights_of(
+        self, folder: Path, *, has_weights: bool = True, tokenizer: str | None = None
+    ) -> ModelDigest:
+        """Raises FileNotFoundError where the weights were, if somebody has moved them."""
+        digest = self._digests.of(folder, has_weights=has_weights, tokenizer=tokenizer)
+        if has_weights and not digest.weights:
+            raise FileNotFoundError(f"{folder} has no weights any more")
+        return digest

@@ -183,6 +183,22 @@ async def test_tensors_of_files_take_the_place_of_the_checkpoints_own(
         assert (await post(client, "/v1/completions", **receipt))[0] == 200
 
 
+async def test_weights_whose_files_were_moved_have_no_receipts(other: Path, tmp_path: Path) -> None:
+    moved = shutil.copytree(other, tmp_path / "moved")
+    receipt = {"prompt": PROMPT, "max_tokens": 1, "receipt": True}
+    async with serving(MODEL_DIR, dtype=DTYPE) as client:
+        await post(client, "/update_weights_from_disk", model_path=str(moved))
+        moved.rename(tmp_path / "away")
+        status, answer = await post(client, "/v1/completions", **receipt)
+        assert (status, answer["error"]["param"]) == (400, "receipt")
+        assert "cannot read the files" in answer["error"]["message"]
+        assert "has no weights" in (await checked(client, "checksum"))["error"]["message"]
+        (tmp_path / "away").rename(moved)
+        status, answer = await post(client, "/v1/completions", **receipt)
+        files = (await checked(client, "checksum"))["payload"]["weights"]
+        assert answer["receipt"]["model"]["digest"]["weights"] == files != ""
+
+
 def pickle_of(tensor: torch.Tensor) -> bytes:
     buffer = io.BytesIO()
     torch.save(tensor, buffer)
