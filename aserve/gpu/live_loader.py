@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias, assert_never
 
@@ -79,9 +80,10 @@ class LiveLoader:
         """
         match job:
             case LoadLora():
-                param, read = "lora_path", lambda: self._read_adapter(job)
+                param, read = "lora_path", partial(self._read_adapter, job)
             case LoadWeights():
-                param, read = "model_path", lambda: self._read_weights(job)
+                param = "path" if job.tensors else "model_path"
+                read = partial(self._read_weights, job)
             case Profile():
                 return await self._profile(job, submit, died)
             case CheckWeights():

@@ -124,6 +124,9 @@ async def test_a_broken_checkpoint_changes_nothing(other: Path, tmp_path: Path) 
             assert (status, answer["error"]["param"]) == (400, "model_path")
             assert words in answer["error"]["message"]
             assert await outputs(client) == before
+        for url, name in (("from_disk", "model_path"), ("from_tensor", "path")):
+            status, answer = await post(client, f"/update_weights_{url}", **{name: ""})
+            assert (status, answer["error"]["param"]) == (400, name)
 
 
 async def until(
@@ -170,7 +173,7 @@ async def test_tensors_of_files_take_the_place_of_the_checkpoints_own(
             ("missing", "does not exist"),
         ):
             status, answer = await post(client, url, path=str(tmp_path / name))
-            assert status == 400
+            assert (status, answer["error"]["param"]) == (400, "path")
             assert words in answer["error"]["message"]
         status, answer = await post(client, url, path="a", serialized_named_tensors=["gASVKA=="])
         assert (status, answer["error"]["param"]) == (400, "serialized_named_tensors")

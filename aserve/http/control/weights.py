@@ -20,6 +20,7 @@ from typing import TypeAlias
 import msgspec
 from aiohttp import web
 
+from aserve.errors import InvalidRequest
 from aserve.http.control.pause import PauseBody, pause_all
 from aserve.http.delivery import json_response
 from aserve.http.errors import RequestFailed, refused
@@ -105,6 +106,8 @@ class UpdateAnswer(msgspec.Struct):
 async def update_from_disk(
     request: web.Request, context: HttpContext, body: UpdateFromDiskBody
 ) -> web.Response:
+    _check_path(body.model_path, param="model_path")
+
     def make_load(number: int, _: LoadWeights | None) -> LoadWeights:
         return LoadWeights(number, body.model_path)
 
@@ -114,6 +117,8 @@ async def update_from_disk(
 async def update_from_tensor(
     request: web.Request, context: HttpContext, body: UpdateFromTensorBody
 ) -> web.Response:
+    _check_path(body.path, param="path")
+
     def make_load(number: int, last: LoadWeights | None) -> LoadWeights:
         base, earlier = ("", ()) if last is None else (last.path, last.tensors)
         others = tuple(path for path in earlier if path != body.path)
@@ -185,6 +190,15 @@ async def name_version(_: web.Request, context: HttpContext, body: VersionBody) 
 
 async def read_version(_: web.Request, context: HttpContext) -> web.Response:
     return json_response({"weight_version": context.state.weight_version})
+
+
+def _check_path(path: str, *, param: str) -> None:
+    if not path:
+        raise InvalidRequest(
+            f"Invalid '{param}': expected a path on the server, got an empty string.",
+            param=param,
+            code="invalid_value",
+        )
 
 
 def _checked(version: str) -> str:
