@@ -130,17 +130,29 @@ class LiveLoader:
         loras = self.loras
         if loras is None:
             raise ConfigError("the engine takes no LoRA adapters: start it with --enable-lora")
+        _check_no_pipes(Path(load.path))
         adapter = loras.read(Path(load.path))
         return [lambda: loras.write(load.slot, adapter)]
 
     def _read_weights(self, load: LoadWeights) -> list[Copy]:
         if self.read_model is None:
             raise ConfigError("this model takes no new weights, because it has no native code")
+        _check_no_pipes(*map(Path, filter(None, (load.path, *load.tensors))))
         with torch.inference_mode():
             other = self.read_model(load)
         if other.layers != self.model.layers:
             raise ConfigError(f"{load.path}: the scales of its KV cache differ from the model's")
         return [*copies(self.model, other), *(each.restart for each in self.balanced)]
+
+
+def _check_no_pipes(*paths: Path) -> None:
+    """Raises ConfigError. WHY: the open of a pipe waits for somebody who writes to it, and new
+    requests are refused meanwhile.
+    """
+    for path in paths:
+        for each in [path, *(path.iterdir() if path.is_dir() else ())]:
+            if each.exists() and not (each.is_file() or each.is_dir()):
+                raise ConfigError(f"{each} is no regular file, such as a pipe or a device")
 
 
 def _write(writes: Iterable[Copy]) -> None:

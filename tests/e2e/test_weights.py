@@ -105,11 +105,17 @@ def reconfigured(folder: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_theta": 123.0}))
 
 
+def piped(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+
+
 BREAKAGES: tuple[tuple[Callable[[Path], object], str], ...] = (
     (cut, "not a readable safetensors file"),
     (reconfigured, "rope_theta"),
     (lambda folder: (folder / "model.safetensors").unlink(), "has no model.safetensors"),
     (shutil.rmtree, "no config.json"),
+    (piped, "config.json is no regular file"),
 )
 
 
@@ -165,12 +171,14 @@ async def test_tensors_of_files_take_the_place_of_the_checkpoints_own(
         assert await outputs(client) == (*expected[:2], "t")
         save_file({"model.nowhere": torch.zeros(2)}, tmp_path / "unknown")
         save_file({"model.norm.weight": torch.zeros(2)}, tmp_path / "misshapen")
+        os.mkfifo(tmp_path / "pipe")
         (tmp_path / "pickle").write_bytes(pickle_of(torch.zeros(2)))
         for name, words in (
             ("unknown", "unexpected: model.nowhere"),
             ("misshapen", "model.norm.weight is 2 instead of"),
             ("pickle", "not a readable safetensors file"),
             ("missing", "does not exist"),
+            ("pipe", "pipe is no regular file"),
         ):
             status, answer = await post(client, url, path=str(tmp_path / name))
             assert (status, answer["error"]["param"]) == (400, "path")
