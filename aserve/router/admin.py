@@ -16,7 +16,7 @@ from aserve.errors import ConfigError, InvalidRequest, NotFound
 from aserve.http.body import parse_body
 from aserve.router.balancer import Balancer, Replica
 from aserve.router.fleet import Fleet, Registry
-from aserve.router.upstream import check_address
+from aserve.router.upstream import check_address, name_of
 
 PATH = "/admin/replicas"
 
@@ -100,10 +100,10 @@ class Admin:
             self._balancer.remove(address)
 
     async def _named(self, request: web.Request) -> Replica:
-        address = await _address_in(request)
-        replica = self._balancer.find(address)
+        name = name_of(await _address_in(request))
+        replica = self._balancer.find(name)
         if replica is None:
-            raise NotFound(f"There is no replica {address}.")
+            raise NotFound(f"There is no replica {name}.")
         return replica
 
 

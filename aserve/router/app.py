@@ -38,7 +38,7 @@ from aserve.router.prefixes import block_digests
 from aserve.router.proxy import STARTED_S, Exchange, Proxy, RouterEnds
 from aserve.router.rate_limits import RateLimits
 from aserve.router.request_facts import NO_FACTS, TOKEN_BYTES, RequestFacts, facts_of
-from aserve.router.upstream import CANNOT_CONNECT, GONE, Call, Upstream, check_address
+from aserve.router.upstream import CANNOT_CONNECT, GONE, Call, Upstream, check_address, name_of
 
 logger = logging.getLogger(__name__)
 
@@ -98,11 +98,12 @@ class Router:
             self.add(address)
 
     def add(self, address: str) -> None:
-        if self.balancer.add(address) and address not in self.proxy.upstreams:
-            upstream = self.proxy.upstreams[address] = Upstream(address, self.options)
+        name = name_of(address)
+        if self.balancer.add(name) and name not in self.proxy.upstreams:
+            upstream = self.proxy.upstreams[name] = Upstream(address, self.options)
             upstream.open()
             if self._group is not None:
-                self._group.create_task(self._watch(address))
+                self._group.create_task(self._watch(name))
 
     async def close(self) -> None:
         for upstream in self.proxy.upstreams.values():
@@ -112,27 +113,27 @@ class Router:
         """Probes all replicas at intervals, and a new one at once."""
         async with asyncio.TaskGroup() as group:
             self._group = group
-            for address in self.proxy.upstreams:
-                group.create_task(self._watch(address))
+            for name in self.proxy.upstreams:
+                group.create_task(self._watch(name))
             await asyncio.Event().wait()
 
-    async def _watch(self, address: str) -> None:
-        while (replica := self.balancer.find(address)) is not None:
+    async def _watch(self, name: str) -> None:
+        while (replica := self.balancer.find(name)) is not None:
             before = replica.state
             try:
-                load = await self.proxy.upstreams[address].probe()
-                self.balancer.probed(address, load=load)
+                load = await self.proxy.upstreams[name].probe()
+                self.balancer.probed(name, load=load)
             # WHY: an address may also be one that no connection can be made to (ValueError).
             except (*GONE, ValueError) as error:
-                self.balancer.failed(address, is_down=isinstance(error, CANNOT_CONNECT))
+                self.balancer.failed(name, is_down=isinstance(error, CANNOT_CONNECT))
             if replica.state != before:
-                logger.info("replica address=%s state=%s before=%s", address, replica.state, before)
+                logger.info("replica address=%s state=%s before=%s", name, replica.state, before)
             await asyncio.sleep(self.options.health_interval)
-        self.proxy.owners.forget(address)
-        await self.proxy.upstreams.pop(address).close()
+        self.proxy.owners.forget(name)
+        await self.proxy.upstreams.pop(name).close()
         if self.admin.fleet is not None:
-            self.admin.fleet.release(address)
-        logger.info("replica left address=%s", address)
+            self.admin.fleet.release(name)
+        logger.info("replica left address=%s", name)
 
     async def pass_on(self, request: web.Request) -> web.StreamResponse:
         """Handles every request that is not the router's own."""
@@ -151,7 +152,7 @@ class Router:
         demand = Demand(block_digests(facts.prompt), self._session(request, facts), owner)
         exchange = Exchange(request, call, demand, named=named[:1] if named[0] else [])
         if not owner and named[0]:
-            return await self.proxy.search(exchange, [each.address for each in self._asked()])
+            return await self.proxy.search(exchange, [each.name for each in self._asked()])
         if hdrs.UPGRADE in request.headers and web.WebSocketResponse().can_prepare(request):
             return await self.proxy.relay(exchange, max_size=self.server.max_body_size + 1)
         if not self.rates.limits or request.method != hdrs.METH_POST:

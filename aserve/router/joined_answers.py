@@ -94,7 +94,7 @@ async def first_known(call: Call, upstreams: Sequence[Upstream]) -> tuple[str, W
         except GONE:
             continue
         if whole.status != web.HTTPNotFound.status_code or upstream is upstreams[-1]:
-            return upstream.address, whole
+            return upstream.name, whole
     raise EngineDead("No replica is ready.", retry_after_s=2, code="no_replica")
 
 

@@ -1,6 +1,7 @@
 """The connections to one replica: HTTP requests, websockets and probes.
 
-A replica is named by its address, `http://HOST:PORT` or `unix:PATH`.
+A replica is named by its address, `http://HOST:PORT` or `unix:PATH`. An address may have a login,
+`http://USER:PASSWORD@HOST:PORT`, which the name has not: names are shown, in metrics and the log.
 """
 
 from __future__ import annotations
@@ -67,6 +68,14 @@ def check_address(address: str) -> str:
     return address.rstrip("/")
 
 
+def name_of(address: str) -> str:
+    """Returns the address of a replica without its login."""
+    if address.startswith(UNIX):
+        return address
+    parts = urlsplit(address)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
 def _is_url(address: str) -> bool:
     """Returns whether a connection to it can be tried: name resolution encodes hosts by IDNA."""
     try:
@@ -94,8 +103,9 @@ class Upstream:
     """
 
     def __init__(self, address: str, options: RouterOptions) -> None:
-        self.address = address
-        url = URL("http://localhost" if address.startswith(UNIX) else address)
+        self.name = name_of(address)
+        self._unix_path = address.removeprefix(UNIX) if address.startswith(UNIX) else None
+        url = URL(address if self._unix_path is None else "http://localhost")
         self._url = url.with_user(None)
         self._timeout_s = options.replica_timeout
         self._tls = ssl.create_default_context() if self._url.scheme == "https" else None
@@ -115,8 +125,8 @@ class Upstream:
 
     def open(self) -> None:
         connector: aiohttp.BaseConnector
-        if self.address.startswith(UNIX):
-            connector = aiohttp.UnixConnector(self.address.removeprefix(UNIX), limit=0)
+        if self._unix_path is not None:
+            connector = aiohttp.UnixConnector(self._unix_path, limit=0)
         else:
             connector = aiohttp.TCPConnector(limit=0)
         self._session = aiohttp.ClientSession(
@@ -216,8 +226,7 @@ class Upstream:
     async def _connect(self) -> ReplicaConnection:
         loop = asyncio.get_running_loop()
         try:
-            if self.address.startswith(UNIX):
-                path = self.address.removeprefix(UNIX)
+            if (path := self._unix_path) is not None:
                 async with asyncio.timeout(CONNECT_S):
                     _, connection = await loop.create_unix_connection(ReplicaConnection, path)
                 return connection

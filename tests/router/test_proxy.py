@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+from base64 import b64encode
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from hashlib import sha256
@@ -350,9 +351,11 @@ async def test_a_client_that_does_not_read_holds_back_the_replica(head: bytes) -
 
 
 @asynccontextmanager
-async def routed_socket() -> AsyncIterator[tuple[ClientWebSocketResponse, RouterServer]]:
-    """Yields a client's websocket to an echo behind the router, and that. The echo closes or dies
-    if it is told."""
+async def routed_socket(
+    login: str = "",
+) -> AsyncIterator[tuple[ClientWebSocketResponse, RouterServer]]:
+    """Yields a client's websocket to an echo behind the router, and that. The echo closes, dies or
+    tells the key of its request if it is told."""
 
     async def echo(request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse()
@@ -363,6 +366,8 @@ async def routed_socket() -> AsyncIterator[tuple[ClientWebSocketResponse, Router
             elif message.data == "die":
                 assert request.transport is not None
                 request.transport.abort()
+            elif message.data == "login":
+                await socket.send_str(request.headers["Authorization"])
             elif message.type is WSMsgType.TEXT:
                 await socket.send_str(message.data.upper())
             else:
@@ -376,7 +381,7 @@ async def routed_socket() -> AsyncIterator[tuple[ClientWebSocketResponse, Router
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     async with routed() as (client, server):
-        server.router.add(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        server.router.add(f"http://{login}127.0.0.1:{runner.addresses[0][1]}")
         for replica in server.router.balancer.replicas():
             server.router.balancer.probed(replica.name, load=None)
         async with client.ws_connect("/v1/realtime?model=m") as socket:
@@ -660,3 +665,25 @@ async def test_a_request_to_a_silent_replica_is_given_up_and_not_sent_again() ->
         async with client.post(CHAT, json=BODY) as got:
             assert (got.status, (await got.json())["error"]["code"]) == (504, "replica_timeout")
         assert (len(silent.asked), len(other.asked)) == (1, 0)
+
+
+async def test_the_login_of_a_replica_is_sent_to_it_and_shown_to_nobody(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    async with routed_socket(login="user:p%40ss@") as (socket, server):
+        login = b64encode(b"user:p@ss").decode()
+        await socket.send_str("login")
+        assert await socket.receive_str() == f"Basic {login}"
+        async with ClientSession(server.address, headers=ADMIN) as client:
+            shown = ""
+            for path in ("/server_info", "/metrics", "/admin/replicas"):
+                async with client.get(path) as got:
+                    shown += await got.text()
+            name = server.router.balancer.replicas()[0].name
+            assert shown.count(name) > 3
+            assert "p%40ss" not in shown
+            url = name.replace("//", "//user:p%40ss@")
+            async with client.post("/admin/replicas/drain", json={"url": url}) as got:
+                assert (await got.json())["data"][0]["state"] == "draining"
+    assert "p%40ss" not in caplog.text
