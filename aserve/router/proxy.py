@@ -12,12 +12,14 @@ Other bodies (uploads of files) are streamed, and are not sent again once they h
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import aiohttp
 import msgspec
@@ -104,6 +106,9 @@ class Exchange:
         self.num_events += piece.count(b"data:")
 
 
+Send: TypeAlias = Callable[[Exchange, str], Awaitable[web.StreamResponse]]
+
+
 class ClientStream:
     """The client's side of an answer whose head is prepared. `last` is the piece sent last. Behind
     the first piece, with which the head goes out, no task is woken for a piece.
@@ -160,6 +165,9 @@ class Proxy:
                 )
 
     async def forward(self, exchange: Exchange) -> web.StreamResponse:
+        return await self._tried(exchange, self._send)
+
+    async def _tried(self, exchange: Exchange, send: Send) -> web.StreamResponse:
         """Sends the request to one replica after the other, until one begins to answer."""
         tried: list[str] = []
         failure: NotAnswered | None = None
@@ -174,7 +182,7 @@ class Proxy:
                     raise RequestFailed(failure.info)
                 self._metrics.retries.inc()
             try:
-                return await self._send(exchange, name)
+                return await send(exchange, name)
             except NotAnswered as error:
                 logger.warning("not answered replica=%s cause=%r", name, error.info.message)
                 failure = error
@@ -193,33 +201,37 @@ class Proxy:
                 failure = error
         raise self._refusal(exchange.demand, failure)
 
-    async def relay(self, exchange: Exchange, *, max_size: int) -> web.WebSocketResponse:
-        """Connects a websocket of the client with one of a replica."""
-        name = self._balancer.pick(exchange.demand)
-        if name is None:
-            raise self._refusal(exchange.demand, None)
+    async def relay(self, exchange: Exchange, *, max_size: int) -> web.StreamResponse:
+        """Connects a websocket of the client with one of the first replica that takes it."""
+        return await self._tried(exchange, functools.partial(self._relay, max_size=max_size))
+
+    async def _relay(
+        self, exchange: Exchange, name: str, *, max_size: int
+    ) -> web.WebSocketResponse:
         with self._counted(exchange, name):
-            try:
-                upstream = await self.upstreams[name].connect(exchange.call)
-            except aiohttp.WSServerHandshakeError as error:
-                info = ErrorInfo(
-                    "The replica has refused the websocket.",
-                    type="invalid_request_error",
-                    code="websocket_refused",
-                    status=error.status,
-                )
-                raise RequestFailed(info) from None
-            except GONE as error:
-                raise RequestFailed(self._note_failure(name, error)) from None
+            upstream = await self._connected(exchange, name)
             client = web.WebSocketResponse(max_msg_size=max_size, compress=False)
-            await client.prepare(exchange.request)
-            self._websockets.add(client)
-            try:
-                async with upstream:
+            async with upstream:
+                await client.prepare(exchange.request)
+                self._websockets.add(client)
+                try:
                     await pump_both(client, upstream)
-            finally:
-                self._websockets.discard(client)
+                finally:
+                    self._websockets.discard(client)
             return client
+
+    async def _connected(self, exchange: Exchange, name: str) -> aiohttp.ClientWebSocketResponse:
+        with self._failing_over(exchange, name):
+            try:
+                found = await self.upstreams[name].connect(exchange.call)
+            except aiohttp.WSServerHandshakeError as error:
+                info = _refused_upgrade(error)
+                if error.status not in TRY_ANOTHER or exchange.demand.owner:
+                    raise RequestFailed(info) from None
+                self._balancer.failed(name)
+                raise NotAnswered(info) from None
+        self._balancer.succeeded(name)
+        return found
 
     async def _send(self, exchange: Exchange, name: str) -> web.StreamResponse:
         upstream = self.upstreams[name]
@@ -363,6 +375,21 @@ def _responses_error(info: ErrorInfo) -> bytes:
 def _repeats(exchange: Exchange) -> bool:
     """Returns whether the request can be sent again."""
     return exchange.call.data is None or isinstance(exchange.call.data, bytes)
+
+
+def _refused_upgrade(error: aiohttp.WSServerHandshakeError) -> ErrorInfo:
+    """Returns the error of a replica that does not open a websocket. One that has not even refused
+    it has sent what is no answer to an upgrade.
+    """
+    is_refusal = error.status >= web.HTTPBadRequest.status_code
+    after = "" if error.headers is None else error.headers.get(hdrs.RETRY_AFTER, "")
+    return ErrorInfo(
+        f"The replica has answered {error.status} instead of opening a websocket.",
+        type="invalid_request_error" if is_refusal else "server_error",
+        code="websocket_refused",
+        status=error.status if is_refusal else web.HTTPBadGateway.status_code,
+        retry_after_s=float(after) if after.isdigit() else None,
+    )
 
 
 async def _refused_by(answer: Answer) -> ErrorInfo:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-from base64 import b64encode
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from hashlib import sha256
 from typing import Any
 
@@ -15,10 +12,7 @@ import pytest
 from aiohttp import (
     ClientPayloadError,
     ClientSession,
-    ClientWebSocketResponse,
     FormData,
-    WSMsgType,
-    web,
 )
 
 from aserve.errors import ConfigError
@@ -350,53 +344,6 @@ async def test_a_client_that_does_not_read_holds_back_the_replica(head: bytes) -
             assert await got.read() == piece * 400
 
 
-@asynccontextmanager
-async def routed_socket(
-    login: str = "",
-) -> AsyncIterator[tuple[ClientWebSocketResponse, RouterServer]]:
-    """Yields a client's websocket to an echo behind the router, and that. The echo closes, dies or
-    tells the key of its request if it is told."""
-
-    async def echo(request: web.Request) -> web.WebSocketResponse:
-        socket = web.WebSocketResponse()
-        await socket.prepare(request)
-        async for message in socket:
-            if message.data == "close":
-                await socket.close(code=4001, message=b"because")
-            elif message.data == "die":
-                assert request.transport is not None
-                request.transport.abort()
-            elif message.data == "login":
-                await socket.send_str(request.headers["Authorization"])
-            elif message.type is WSMsgType.TEXT:
-                await socket.send_str(message.data.upper())
-            else:
-                await socket.send_bytes(message.data[::-1])
-        return socket
-
-    app = web.Application()
-    app.router.add_get("/v1/realtime", echo)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    async with routed() as (client, server):
-        server.router.add(f"http://{login}127.0.0.1:{runner.addresses[0][1]}")
-        for replica in server.router.balancer.replicas():
-            server.router.balancer.probed(replica.name, load=None)
-        async with client.ws_connect("/v1/realtime?model=m") as socket:
-            yield socket, server
-    await runner.cleanup()
-
-
-async def test_websockets_pass_in_both_directions() -> None:
-    async with routed_socket() as (socket, _):
-        await socket.send_str("abc")
-        assert await socket.receive_str() == "ABC"
-        await socket.send_bytes(b"\x00\xff")
-        assert await socket.receive_bytes() == b"\xff\x00"
-
-
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses"])
 async def test_the_end_of_the_router_ends_a_stream_by_an_error(path: str) -> None:
     replica = StandIn(written(CHUNKED, b"9\r\ndata: x\n\n\r\n"))
@@ -422,26 +369,6 @@ async def test_the_end_of_the_router_answers_who_still_waits() -> None:
             status, body = await asking
     assert status == 503
     assert b"server_draining" in body
-
-
-async def test_the_end_of_the_router_closes_websockets_as_going_away() -> None:
-    async with routed_socket() as (socket, server):
-        await socket.send_str("abc")
-        assert await socket.receive_str() == "ABC"
-        server.end()
-        server.end()
-        message = await socket.receive(timeout=5)
-        assert (message.type, message.data) == (WSMsgType.CLOSE, 1001)
-
-
-@pytest.mark.parametrize(("order", "end"), [("close", (4001, "because")), ("die", (1011, ""))])
-async def test_the_end_of_a_websocket_passes_with_its_reason_and_a_code_that_may_be_sent(
-    order: str, end: tuple[int, str]
-) -> None:
-    async with routed_socket() as (socket, _):
-        await socket.send_str(order)
-        message = await socket.receive()
-        assert (message.type, message.data, message.extra) == (WSMsgType.CLOSE, *end)
 
 
 async def test_replicas_join_and_leave_under_load_without_a_failed_request() -> None:
@@ -665,25 +592,3 @@ async def test_a_request_to_a_silent_replica_is_given_up_and_not_sent_again() ->
         async with client.post(CHAT, json=BODY) as got:
             assert (got.status, (await got.json())["error"]["code"]) == (504, "replica_timeout")
         assert (len(silent.asked), len(other.asked)) == (1, 0)
-
-
-async def test_the_login_of_a_replica_is_sent_to_it_and_shown_to_nobody(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level("INFO")
-    async with routed_socket(login="user:p%40ss@") as (socket, server):
-        login = b64encode(b"user:p@ss").decode()
-        await socket.send_str("login")
-        assert await socket.receive_str() == f"Basic {login}"
-        async with ClientSession(server.address, headers=ADMIN) as client:
-            shown = ""
-            for path in ("/server_info", "/metrics", "/admin/replicas"):
-                async with client.get(path) as got:
-                    shown += await got.text()
-            name = server.router.balancer.replicas()[0].name
-            assert shown.count(name) > 3
-            assert "p%40ss" not in shown
-            url = name.replace("//", "//user:p%40ss@")
-            async with client.post("/admin/replicas/drain", json={"url": url}) as got:
-                assert (await got.json())["data"][0]["state"] == "draining"
-    assert "p%40ss" not in caplog.text
