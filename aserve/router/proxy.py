@@ -143,9 +143,14 @@ class ClientStream:
 
 
 class Proxy:
+    """`heartbeat_s`: a silent websocket, of a client or a replica, gets a ping after that time, and
+    half of it to answer. `end_open` ends all that is open.
+    """
+
     def __init__(self, options: RouterOptions, balancer: Balancer, metrics: RouterMetrics) -> None:
         self.owners = Owners()
         self.upstreams: dict[str, Upstream] = {}
+        self.heartbeat_s = 60.0
         self.num_open = 0
         self.idle = asyncio.Event()
         self.idle.set()
@@ -210,7 +215,9 @@ class Proxy:
     ) -> web.WebSocketResponse:
         with self._counted(exchange, name):
             upstream = await self._connected(exchange, name)
-            client = web.WebSocketResponse(max_msg_size=max_size, compress=False)
+            client = web.WebSocketResponse(
+                heartbeat=self.heartbeat_s, max_msg_size=max_size, compress=False
+            )
             async with upstream:
                 await client.prepare(exchange.request)
                 self._websockets.add(client)
@@ -223,7 +230,7 @@ class Proxy:
     async def _connected(self, exchange: Exchange, name: str) -> aiohttp.ClientWebSocketResponse:
         with self._failing_over(exchange, name):
             try:
-                found = await self.upstreams[name].connect(exchange.call)
+                found = await self.upstreams[name].connect(exchange.call, self.heartbeat_s)
             except aiohttp.WSServerHandshakeError as error:
                 info = _refused_upgrade(error)
                 if error.status not in TRY_ANOTHER or exchange.demand.owner:

@@ -191,11 +191,12 @@ class Upstream:
         finally:
             await self.release(answer)
 
-    async def connect(self, call: Call) -> aiohttp.ClientWebSocketResponse:
+    async def connect(self, call: Call, heartbeat_s: float) -> aiohttp.ClientWebSocketResponse:
         return await self._session.ws_connect(
             # The path stays as the client has encoded it.
             URL(f"{str(self._url).rstrip('/')}{call.path}", encoded=True),
             headers=self._with_key(call.headers),
+            heartbeat=heartbeat_s,
             max_msg_size=0,
             compress=0,
         )

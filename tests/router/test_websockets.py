@@ -20,6 +20,7 @@ from aserve.router.run import RouterServer
 from tests.router.routed import ADMIN, OK, StandIn, routed, written
 
 PATH = "/v1/realtime"
+HEARTBEAT_S = 0.4
 BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 7\r\nContent-Length: 4\r\n\r\nbusy"
 
 
@@ -74,6 +75,7 @@ async def routed_socket(
     """Yields a client's websocket to the echo behind the router, and that."""
     address = await echo.start()
     async with routed() as (client, server):
+        server.router.proxy.heartbeat_s = HEARTBEAT_S
         server.router.add(f"http://{login}{address}")
         all_healthy(server)
         async with client.ws_connect(f"{PATH}?model=m", autoping=answers_pings) as socket:
@@ -107,6 +109,21 @@ async def test_the_end_of_a_websocket_passes_with_its_reason_and_a_code_that_may
         await socket.send_str(order)
         message = await socket.receive()
         assert (message.type, message.data, message.extra) == (WSMsgType.CLOSE, *end)
+
+
+async def test_a_websocket_whose_client_answers_no_ping_is_closed() -> None:
+    """Such as one that has lost its network: nothing else ends its connection."""
+    echo = Echo()
+    async with routed_socket(echo, answers_pings=False) as (_, server), asyncio.timeout(10):
+        await echo.has_ended.wait()
+        await server.router.proxy.idle.wait()
+
+
+async def test_a_websocket_whose_replica_answers_no_ping_is_closed() -> None:
+    async with routed_socket(Echo()) as (socket, _):
+        await socket.send_str("hang")
+        message = await socket.receive(timeout=10)
+        assert (message.type, message.data) == (WSMsgType.CLOSE, 1011)
 
 
 async def test_a_websocket_goes_to_another_replica_if_one_cannot_open_it() -> None:
