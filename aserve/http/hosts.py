@@ -63,18 +63,22 @@ class AllowedHosts:
     def check_origin(self, request: web.Request) -> None:
         """Raises unless the Origin is allowed or is the server itself."""
         origin = request.headers.get(hdrs.ORIGIN)
-        if origin is None or self.allows_origin(origin):
+        if origin is None or self.allows_origin(origin) or is_own_page(request):
             return
-        try:
-            page = urlsplit(origin).netloc.lower()
-        except ValueError:
-            page = ""
-        if not page or page != request.host.lower():
-            raise refused(
-                403,
-                "Pages with this Origin are not allowed to connect. "
-                "Start the server with --allowed-origins and the page's origin.",
-            )
+        raise refused(
+            403,
+            "Pages with this Origin are not allowed to connect. "
+            "Start the server with --allowed-origins and the page's origin.",
+        )
+
+
+def is_own_page(request: web.Request) -> bool:
+    """Returns whether the request comes from a page of the server that it goes to."""
+    try:
+        page = urlsplit(request.headers.get(hdrs.ORIGIN, "")).netloc.lower()
+    except ValueError:
+        page = ""
+    return page != "" and page == request.host.lower()
 
 
 def split_list(text: str | None) -> frozenset[str]:

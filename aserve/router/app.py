@@ -19,7 +19,7 @@ from aserve.http.auth import Access, read_keys
 from aserve.http.connection import close_after_unsized
 from aserve.http.errors import RequestFailed, error_response, http_error_info, info_of, refused
 from aserve.http.forwarding import Headers, end_to_end
-from aserve.http.hosts import AllowedHosts
+from aserve.http.hosts import AllowedHosts, is_own_page
 from aserve.http.intake import check_size, meet_expectation
 from aserve.http.peers import ALONE, FORWARDED, PEERS
 from aserve.router.admin import Admin
@@ -280,9 +280,12 @@ async def _add_server(_: web.Request, response: web.StreamResponse) -> None:
 
 
 def _headers(request: web.Request) -> Headers:
-    """Returns the headers for a replica, which sees the client's address in X-Forwarded-For."""
+    """Returns the headers for a replica, which sees the client's address in X-Forwarded-For. Pages
+    of the router are the replica's own, which sees another Host than theirs.
+    """
     given = end_to_end(request.headers)
-    headers = [each for each in given if each[0].lower() not in REPLACED]
+    dropped = REPLACED | {"origin"} if is_own_page(request) else REPLACED
+    headers = [each for each in given if each[0].lower() not in dropped]
     hops = [*request.headers.getall(FORWARDED_FOR, []), request.remote or "unix"]
     headers.append((FORWARDED_FOR, ", ".join(hops)))
     return headers

@@ -26,7 +26,7 @@ BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 7\r\nContent-Length: 4
 
 class Echo:
     """A replica that answers each message of its websockets. It closes them, dies, says nothing
-    any more, or tells the key of their request if it is told. `has_ended`: one was closed.
+    any more, or tells a header of their request if it is told. `has_ended`: one was closed.
     """
 
     def __init__(self) -> None:
@@ -53,8 +53,8 @@ class Echo:
                 request.transport.abort()
             elif message.data == "hang":
                 await asyncio.Event().wait()
-            elif message.data == "login":
-                await socket.send_str(request.headers["Authorization"])
+            elif message.data in ("Authorization", "Origin"):
+                await socket.send_str(request.headers.get(message.data, "none"))
             elif message.type is WSMsgType.TEXT:
                 await socket.send_str(message.data.upper())
             else:
@@ -166,12 +166,22 @@ async def test_a_websocket_that_no_replica_opens_is_answered_by_an_error(
         assert server.router.proxy.num_open == 0
 
 
+@pytest.mark.parametrize("page", ["own", "http://elsewhere:80"])
+async def test_a_page_of_the_router_is_a_page_of_its_replicas(page: str) -> None:
+    """A replica lets its own pages open websockets, and its Host is not that of the router."""
+    async with routed_socket(Echo()) as (_, server), ClientSession(server.address) as client:
+        origin = server.address if page == "own" else page
+        async with client.ws_connect(PATH, headers={"Origin": origin}) as socket:
+            await socket.send_str("Origin")
+            assert await socket.receive_str() == ("none" if page == "own" else page)
+
+
 async def test_the_login_of_a_replica_is_sent_to_it_and_shown_to_nobody(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
     async with routed_socket(Echo(), login="user:p%40ss@") as (socket, server):
-        await socket.send_str("login")
+        await socket.send_str("Authorization")
         assert await socket.receive_str() == f"Basic {b64encode(b'user:p@ss').decode()}"
         async with ClientSession(server.address, headers=ADMIN) as client:
             shown = ""
