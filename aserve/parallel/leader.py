@@ -33,7 +33,7 @@ from aserve.parallel.joined import RowsOfRanks
 from aserve.parallel.joining import ALIVE_EVERY_S
 from aserve.parallel.kv_of_ranks import KvOfRanks
 from aserve.parallel.launch import started_ranks
-from aserve.parallel.processes import RankProcess
+from aserve.parallel.processes import LOAD_S, RankProcess
 from aserve.parallel.topology import (
     LONG_S,
     Coordinates,
@@ -182,22 +182,34 @@ class ParallelExecutor:
         if not isinstance(job, LoadWeights | LoadLora | CheckWeights):
             return await self._own.run_job(job)
         self._num_jobs += 1
+        number = self._num_jobs
         answers: list[asyncio.Future[ErrorInfo | None]] = [
             self._loop.create_future() for _ in self.ranks
         ]
-        self._answers[self._num_jobs] = answers
-        self._send(RunJob(self._num_jobs, job))
+        self._answers[number] = answers
+        self._send(RunJob(number, job))
         try:
             error = await self._own.run_job(job)
-            others = [await answer for answer in answers]
+            others = await self._answers_of_all(answers)
         finally:
-            del self._answers[self._num_jobs]
-        if isinstance(job, CheckWeights):
-            return next((each for each in (error, *others) if each is not None), None)
-        if any((other is None) != (error is None) for other in others):
-            self._die(reason := EngineDead(f"only some ranks could load: {error}, {others}"))
+            self._answers.pop(number, None)
+        if self.died.done():
+            return EngineDead(f"the engine ended: {self.died.result()}").info()
+        failed = [each for each in (error, *others) if each is not None]
+        if failed and len(failed) <= len(others) and not isinstance(job, CheckWeights):
+            self._die(reason := EngineDead(f"only some ranks could load: {failed[0].message}"))
             return reason.info()
-        return error
+        return failed[0] if failed else None
+
+    async def _answers_of_all(
+        self, answers: Sequence[asyncio.Future[ErrorInfo | None]]
+    ) -> list[ErrorInfo | None]:
+        """A rank that has not answered LOAD_S after rank 0 is the death of the engine."""
+        _, late = await asyncio.wait(answers, timeout=LOAD_S)
+        if late:
+            first = next(number for number, each in enumerate(answers, 1) if each in late)
+            self._die(EngineDead(f"rank {first} has not answered in {LOAD_S:.0f} s"))
+        return [answer.result() for answer in answers]
 
     async def _profile_patiently(self, job: Profile) -> ErrorInfo | None:
         """Torch begins and ends a profile on the executor's thread, which may take it longer than
@@ -327,9 +339,14 @@ class ParallelExecutor:
             reason = reason if host is None else _silence_of(host)
             self.died.set_result(reason)
         self._end_moves(f"the engine ended: {reason}")
-        for answer in (each for answers in self._answers.values() for each in answers):
-            if not answer.done():
-                answer.set_result(EngineDead(f"the engine ended: {reason}").info())
+        self._end_jobs(EngineDead(f"the engine ended: {reason}").info())
+
+    def _end_jobs(self, error: ErrorInfo) -> None:
+        while self._answers:
+            _, answers = self._answers.popitem()
+            for answer in answers:
+                if not answer.done():
+                    answer.set_result(error)
 
     def _end_moves(self, reason: str) -> None:
         while self._moves:

@@ -25,6 +25,7 @@ from aserve.gpu.weights.source import ONE_STAGE, ExpertPart, Shard, Stage, Targe
 from aserve.load import load_executor
 from aserve.messages.changes import CheckWeights, EngineJob, LoadLora, LoadWeights
 from aserve.messages.requests import AdmitRequest
+from aserve.parallel import leader
 from aserve.parallel.leader import ParallelExecutor
 from aserve.parallel.processes import RankProcess, spawned_rank
 from aserve.parallel.topology import Coordinates, RankLost, RankUp, StartRank
@@ -223,6 +224,24 @@ async def test_a_killed_rank_ends_the_engine_at_once() -> None:
     assert isinstance(reason, EngineDead)
     assert str(reason) == "rank 1 was ended by SIGKILL"
     assert rank.process.returncode == -signal.SIGKILL
+
+
+async def test_a_rank_that_hangs_in_a_job_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step waits for it, and no request comes while weights are replaced."""
+    monkeypatch.setattr(leader, "LOAD_S", 1.0)
+    executor = loaded(tensor_parallel_size=2)
+    assert isinstance(executor, ParallelExecutor)
+    [rank] = executor.ranks
+    executor.start(asyncio.get_running_loop())
+    os.kill(pid_of(rank), signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(20):
+            error = await executor.run_job(LoadWeights(1))
+    finally:
+        executor.close()
+    assert error is not None
+    assert error.message == "the engine ended: rank 1 has not answered in 1 s"
+    assert str(executor.died.result()) == "rank 1 has not answered in 1 s"
 
 
 @pytest.mark.parametrize(
