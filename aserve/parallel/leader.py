@@ -56,6 +56,7 @@ from aserve.parallel.topology import (
 logger = logging.getLogger(__name__)
 
 UP_S = 60.0  # for a rank to import its libraries
+MOVE_S = 120.0  # for a rank to move KV behind the steps that were launched before
 FORGET_S = 1.0  # for the event loop to end what waits for the ranks
 # Without a word from a host, which sends one every ALIVE_EVERY_S: until it counts as silent, and
 # until the loss of a rank counts as its silence.
@@ -250,6 +251,8 @@ class ParallelExecutor:
                 done.set_exception(RuntimeError(f"the engine ended: {self.died.result()}"))
                 return
             self._moves[message.number, rank] = done
+            limit = self._loop.call_later(MOVE_S, self._miss_move, rank)
+            done.add_done_callback(lambda _: limit.cancel())
             self._send(message, ranks=self.ranks[rank - 1 : rank])
 
         if threading.get_ident() == self._thread:
@@ -257,6 +260,10 @@ class ParallelExecutor:
         else:
             self._loop.call_soon_threadsafe(send)
         return done
+
+    def _miss_move(self, rank: int) -> None:
+        """WHY: a request that awaits its KV is in no step that would miss the rank."""
+        self._die(EngineDead(f"rank {rank} has not moved KV in {MOVE_S:.0f} s"))
 
     def close(self) -> None:
         """Runs what was launched to its end on all ranks, then ends them. Where a rank is lost, the

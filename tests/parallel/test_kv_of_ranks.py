@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,11 @@ from aserve.errors import ConfigError
 from aserve.gpu.executor import TorchExecutor
 from aserve.messages.base import pack_i32
 from aserve.messages.transfers import LayeredKvAccess
+from aserve.parallel import leader
+from aserve.parallel.leader import ParallelExecutor
 from tests.gpu.drive import request, serve_between
 from tests.parallel.test_rank_traces import RankThread, joined
-from tests.parallel.test_ranks import loaded, resolved_of
+from tests.parallel.test_ranks import loaded, pid_of, resolved_of
 
 OPTIONS: dict[str, Any] = {"speculative_algorithm": "EAGLE3", "num_pages": 20, "page_size": 4}
 PROMPT = [*range(5, 16)]
@@ -92,6 +96,29 @@ async def check_order(executor: LocalExecutor, values: bytes, *, writes_beside_s
     assert written.done() == writes_beside_steps
     goes_on.set()
     await asyncio.wrap_future(written)
+
+
+async def test_a_rank_that_hangs_before_it_has_moved_kv_ends_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A request that awaits its KV is in no step that would miss the rank."""
+    monkeypatch.setattr(leader, "MOVE_S", 1.0)
+    executor = loaded(
+        tensor_parallel_size=2,
+        disaggregation_mode="prefill",
+        disaggregation_key="secret",
+        **OPTIONS,
+    )
+    assert isinstance(executor, ParallelExecutor)
+    executor.start(asyncio.get_running_loop())
+    os.kill(pid_of(executor.ranks[0]), signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(10):
+            with pytest.raises(RuntimeError, match="rank 1 has not moved KV in 1 s"):
+                await read(access_of(executor), OTHER_PAGES)
+    finally:
+        await asyncio.to_thread(executor.close)
+    assert executor.died.done()
 
 
 async def test_kv_of_data_parallel_ranks_is_refused(tmp_path: Path) -> None:
