@@ -98,8 +98,12 @@ class Router:
             self.add(address)
 
     def add(self, address: str) -> None:
+        """Adds a replica. One that is known, such as one that drains, may get another login."""
         name = name_of(address)
-        if self.balancer.add(name) and name not in self.proxy.upstreams:
+        is_new = self.balancer.add(name)
+        if (known := self.proxy.upstreams.get(name)) is not None:
+            known.use_login(address)
+        elif is_new:
             upstream = self.proxy.upstreams[name] = Upstream(address, self.options)
             upstream.open()
             if self._group is not None:

@@ -111,10 +111,10 @@ class Upstream:
         self._tls = ssl.create_default_context() if self._url.scheme == "https" else None
         self._tls_name = (url.host or "").rstrip(".") if self._tls is not None else None
         self._headers: dict[str, str] = {}
-        if options.upstream_api_key is not None:
-            self._headers[hdrs.AUTHORIZATION] = f"Bearer {options.upstream_api_key}"
-        elif (login := aiohttp.BasicAuth.from_url(url)) is not None:
-            self._headers[hdrs.AUTHORIZATION] = login.encode()
+        self._key = options.upstream_api_key
+        if self._key is not None:
+            self._headers[hdrs.AUTHORIZATION] = f"Bearer {self._key}"
+        self.use_login(address)
         self._idle: deque[tuple[float, ReplicaConnection]] = deque()  # by the time of last use
         self._awaited: set[Answer] = set()
         self._sweep: asyncio.TimerHandle | None = None
@@ -122,6 +122,12 @@ class Upstream:
         self._resolving = asyncio.Lock()
         self._found: Sequence[AddrInfoType] = ()
         self._resolved_until_s = 0.0
+
+    def use_login(self, address: str) -> None:
+        """Sends the login of the address, if it has one and no key goes in its place."""
+        login = aiohttp.BasicAuth.from_url(URL(address))
+        if login is not None and self._key is None:
+            self._headers[hdrs.AUTHORIZATION] = login.encode()
 
     def open(self) -> None:
         connector: aiohttp.BaseConnector

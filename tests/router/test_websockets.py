@@ -194,4 +194,10 @@ async def test_the_login_of_a_replica_is_sent_to_it_and_shown_to_nobody(
             url = name.replace("//", "//user:p%40ss@")
             async with client.post("/admin/replicas/drain", json={"url": url}) as got:
                 assert (await got.json())["data"][0]["state"] == "draining"
+            for added in (name.replace("//", "//user:new@"), name):
+                async with client.post("/admin/replicas", json={"url": added}) as got:
+                    assert len((await got.json())["data"]) == 1
+            async with ClientSession(server.address) as other, other.ws_connect(PATH) as again:
+                await again.send_str("Authorization")
+                assert await again.receive_str() == f"Basic {b64encode(b'user:new').decode()}"
     assert "p%40ss" not in caplog.text
