@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
 import logging
 import socket
 import threading
@@ -17,8 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-
-import msgspec
 
 from aserve.config import Resolved
 from aserve.disagg.connect import HasKv
@@ -31,6 +28,7 @@ from aserve.messages.transfers import LayeredKvAccess
 from aserve.parallel.hosts import Hosts, RemoteHost
 from aserve.parallel.joined import RowsOfRanks
 from aserve.parallel.joining import ALIVE_EVERY_S
+from aserve.parallel.kv_moves import KvMoves
 from aserve.parallel.kv_of_ranks import KvOfRanks
 from aserve.parallel.launch import started_ranks
 from aserve.parallel.processes import LOAD_S, RankProcess
@@ -45,18 +43,15 @@ from aserve.parallel.topology import (
     RankLoaded,
     RankLost,
     RankUp,
-    ReadKv,
     RunJob,
     SetPatience,
     ToRank,
     WarmUp,
-    WriteKv,
 )
 
 logger = logging.getLogger(__name__)
 
 UP_S = 60.0  # for a rank to import its libraries
-MOVE_S = 120.0  # for a rank to move KV behind the steps that were launched before
 FORGET_S = 1.0  # for the event loop to end what waits for the ranks
 # Without a word from a host, which sends one every ALIVE_EVERY_S: until it counts as silent, and
 # until the loss of a rank counts as its silence.
@@ -131,11 +126,11 @@ class ParallelExecutor:
         self._profiling = asyncio.Lock()
         self._answers: dict[int, list[asyncio.Future[ErrorInfo | None]]] = {}  # by job and rank
         self._rows: RowsOfRanks | None = None  # of data-parallel ranks
-        self._moves: dict[tuple[int, int], Future[bytes]] = {}  # of KV, by number and rank
-        self._num_moves = itertools.count()
+        self._moves = KvMoves(self._send_to, self._die)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self._thread = loop, threading.get_ident()
+        self._moves.start(loop)
         self.died = loop.create_future()
         self._own.start(loop)
         if self.spec.dp_size > 1:
@@ -163,7 +158,7 @@ class ParallelExecutor:
 
     def sample(self, sample: Sample) -> Ticket:
         if self._rows is not None and (rank := self._rows.rank_of(sample)):
-            self._send(sample, ranks=self.ranks[rank - 1 : rank])
+            self._send_to(rank, sample)
             return self._rows.awaited(rank, sample.iteration)
         if self._rows is None:
             self._send(sample)
@@ -237,33 +232,8 @@ class ParallelExecutor:
             )
         num_ranks = len(self.ranks) + 1
         return KvOfRanks(
-            own.kv_access(), self._move_kv, num_ranks=num_ranks, num_parts=self._kv_parts
+            own.kv_access(), self._moves.ask, num_ranks=num_ranks, num_parts=self._kv_parts
         )
-
-    def _move_kv(self, rank: int, message: ReadKv | WriteKv) -> Future[bytes]:
-        """Any thread may call it; only the event loop's sends. Reads are asked for there, and must
-        be sent before the next launch."""
-        done: Future[bytes] = Future()
-        message = msgspec.structs.replace(message, number=next(self._num_moves))
-
-        def send() -> None:
-            if self.died.done():
-                done.set_exception(RuntimeError(f"the engine ended: {self.died.result()}"))
-                return
-            self._moves[message.number, rank] = done
-            limit = self._loop.call_later(MOVE_S, self._miss_move, rank)
-            done.add_done_callback(lambda _: limit.cancel())
-            self._send(message, ranks=self.ranks[rank - 1 : rank])
-
-        if threading.get_ident() == self._thread:
-            send()
-        else:
-            self._loop.call_soon_threadsafe(send)
-        return done
-
-    def _miss_move(self, rank: int) -> None:
-        """WHY: a request that awaits its KV is in no step that would miss the rank."""
-        self._die(EngineDead(f"rank {rank} has not moved KV in {MOVE_S:.0f} s"))
 
     def close(self) -> None:
         """Runs what was launched to its end on all ranks, then ends them. Where a rank is lost, the
@@ -280,6 +250,9 @@ class ParallelExecutor:
             rank.close()
         self.hosts.close()
 
+    def _send_to(self, rank: int, message: ToRank) -> None:
+        self._send(message, ranks=self.ranks[rank - 1 : rank])
+
     def _send(self, message: ToRank, *, ranks: Sequence[RankProcess] | None = None) -> None:
         for rank in self.ranks if ranks is None else ranks:
             try:
@@ -295,7 +268,7 @@ class ParallelExecutor:
             return
         for answer in answers:
             if isinstance(answer, KvDone):
-                self._settle(rank, answer)
+                self._moves.settle(rank.number, answer)
             elif not isinstance(answer, RankJobDone):
                 self._complete(rank, answer)
             elif answer.number in self._answers:
@@ -321,15 +294,6 @@ class ParallelExecutor:
         except BugError as error:
             self._die(error)
 
-    def _settle(self, rank: RankProcess, answer: KvDone) -> None:
-        moved = self._moves.pop((answer.number, rank.number), None)
-        if moved is None:
-            return  # the engine has ended
-        if answer.error:
-            moved.set_exception(RuntimeError(answer.error))
-        else:
-            moved.set_result(answer.values)
-
     def _own_died(self, died: asyncio.Future[BaseException]) -> None:
         if not died.cancelled():
             self._die(died.result())
@@ -345,7 +309,7 @@ class ParallelExecutor:
             host = self.hosts.note_silent(SUSPICIOUS_S)
             reason = reason if host is None else _silence_of(host)
             self.died.set_result(reason)
-        self._end_moves(f"the engine ended: {reason}")
+        self._moves.end(f"the engine ended: {reason}")
         self._end_jobs(EngineDead(f"the engine ended: {reason}").info())
 
     def _end_jobs(self, error: ErrorInfo) -> None:
@@ -354,11 +318,6 @@ class ParallelExecutor:
             for answer in answers:
                 if not answer.done():
                     answer.set_result(error)
-
-    def _end_moves(self, reason: str) -> None:
-        while self._moves:
-            _, moved = self._moves.popitem()
-            moved.set_exception(RuntimeError(reason))
 
     def _forget_before_closing(self) -> None:
         """NOTE: the number of a closed socket soon is that of another one, which is never read if
@@ -377,7 +336,7 @@ class ParallelExecutor:
             logger.warning("ranks closed while the event loop still waits for them")
 
     def _forget_ranks(self) -> None:
-        self._end_moves("the engine closes")
+        self._moves.end("the engine closes")
         sockets = [rank.socket for rank in self.ranks]
         sockets += [host.control.socket for host in self.hosts.members.values()]
         for sock in sockets:

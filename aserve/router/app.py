@@ -24,6 +24,7 @@ from aserve.http.intake import check_size, meet_expectation
 from aserve.http.peers import ALONE, FORWARDED, PEERS
 from aserve.router.admin import Admin
 from aserve.router.balancer import Balancer
+from aserve.router.failures import RouterEnds
 from aserve.router.joined_answers import (
     ask_everyone,
     first_known,
@@ -35,7 +36,7 @@ from aserve.router.metrics import RouterMetrics
 from aserve.router.owners import id_in_path
 from aserve.router.policies import Demand
 from aserve.router.prefixes import block_digests
-from aserve.router.proxy import STARTED_S, Exchange, Proxy, RouterEnds
+from aserve.router.proxy import STARTED_S, Exchange, Proxy
 from aserve.router.rate_limits import RateLimits
 from aserve.router.request_facts import NO_FACTS, TOKEN_BYTES, RequestFacts, facts_of
 from aserve.router.upstream import CANNOT_CONNECT, GONE, Call, Upstream, check_address, name_of

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import re
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,48 +21,36 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import aiohttp
-import msgspec
-from aiohttp import hdrs, web
+from aiohttp import web
 from aiohttp.http import StreamWriter
 
 from aserve.config import RouterOptions
-from aserve.errors import EngineDead, ErrorInfo, ShuttingDown
-from aserve.http.anthropic.messages import anthropic_error
+from aserve.errors import EngineDead, ErrorInfo
 from aserve.http.direct import DirectWriter
-from aserve.http.errors import RequestFailed, error_body
+from aserve.http.errors import RequestFailed
 from aserve.http.forwarding import end_to_end, pump_both
 from aserve.router.balancer import Balancer
+from aserve.router.failures import (
+    BROKEN,
+    RETRY_AFTER_S,
+    UNKNOWN,
+    RouterEnds,
+    last_events,
+    refused_by,
+    refused_upgrade,
+)
 from aserve.router.metrics import RouterMetrics
 from aserve.router.owners import Owners, ids_in
 from aserve.router.policies import Demand
-from aserve.router.replica_connection import Answer, AnswerBroken, media_type
+from aserve.router.replica_connection import Answer, AnswerBroken
 from aserve.router.upstream import CANNOT_CONNECT, GONE, Call, Upstream
 
 logger = logging.getLogger(__name__)
 
 # The replica starts, drains or has lost its engine: another one may serve the request.
 TRY_ANOTHER = frozenset({502, 503})
-RETRY_AFTER_S = 2.0
 TAIL_BYTES = 4096
-EVENT_STREAM = "text/event-stream"
-# The last event of a stream of each API.
-LAST_EVENT = re.compile(
-    rb'data: \[DONE\]|"type": ?"(message_stop|error|response\.(completed|incomplete|failed))"'
-)
-BROKEN = ErrorInfo(
-    "The replica ended within its answer.", type="server_error", code="replica_failed", status=502
-)
-UNKNOWN = ErrorInfo(
-    "No replica knows this id.", type="invalid_request_error", code="not_found", status=404
-)
 STARTED_S = web.RequestKey("started_s", float)
-
-
-class RouterEnds(ShuttingDown):
-    """The router takes no request any more, or ends those that are open."""
-
-    def __init__(self) -> None:
-        super().__init__("The router shuts down.", retry_after_s=5)
 
 
 class NotAnswered(Exception):
@@ -232,7 +219,7 @@ class Proxy:
             try:
                 found = await self.upstreams[name].connect(exchange.call, self.heartbeat_s)
             except aiohttp.WSServerHandshakeError as error:
-                info = _refused_upgrade(error)
+                info = refused_upgrade(error)
                 if error.status not in TRY_ANOTHER or exchange.demand.owner:
                     raise RequestFailed(info) from None
                 self._balancer.failed(name)
@@ -267,7 +254,7 @@ class Proxy:
     async def _first_bytes(self, exchange: Exchange, name: str, answer: Answer) -> bytes:
         if answer.status in TRY_ANOTHER and not exchange.demand.owner:
             self._balancer.failed(name)
-            raise NotAnswered(await _refused_by(answer), may_repeat=_repeats(exchange))
+            raise NotAnswered(await refused_by(answer), may_repeat=_repeats(exchange))
         if exchange.is_search and answer.status == web.HTTPNotFound.status_code:
             raise NotAnswered(UNKNOWN)
         first = await answer.read_some()
@@ -299,12 +286,12 @@ class Proxy:
         except (AnswerBroken, TimeoutError, web.RequestPayloadError, RouterEnds) as error:
             last = None
             if isinstance(error, RouterEnds):
-                last = _last_events(request.path, answer, client.last, error.info())
+                last = last_events(request.path, answer, client.last, error.info())
             elif not isinstance(error, web.RequestPayloadError):  # which is the client's
                 self._balancer.failed(name)
                 self._metrics.broken.labels(name).inc()
                 logger.warning("answer broken replica=%s cause=%s", name, error)
-                last = _last_events(request.path, answer, client.last, BROKEN)
+                last = last_events(request.path, answer, client.last, BROKEN)
             if last is None:
                 if request.transport is not None:
                     request.transport.abort()
@@ -356,57 +343,6 @@ class Proxy:
         return EngineDead("No replica is ready.", retry_after_s=RETRY_AFTER_S, code="no_replica")
 
 
-def _last_events(path: str, answer: Answer, sent: bytes, info: ErrorInfo) -> bytes | None:
-    """Returns the events that end a stream by an error: none behind its replica's last one. Returns
-    None for an answer that is no event stream, or that was cut within an event.
-    """
-    if media_type(answer.headers) != EVENT_STREAM or hdrs.CONTENT_ENCODING in answer.headers:
-        return None
-    if not sent.endswith(b"\n\n"):
-        return None
-    if LAST_EVENT.search(sent[:-2].rpartition(b"\n\n")[2]):
-        return b""
-    if path.startswith("/v1/messages"):
-        return b"event: error\ndata: %b\n\n" % anthropic_error(info)
-    if path.startswith("/v1/responses"):
-        return b"event: error\ndata: %b\n\n" % _responses_error(info)
-    return b"data: %b\n\ndata: [DONE]\n\n" % error_body(info)
-
-
-def _responses_error(info: ErrorInfo) -> bytes:
-    """OpenAI's error event of /v1/responses."""
-    event = {"type": "error", "code": info.code, "message": info.message}
-    return msgspec.json.encode({**event, "param": None, "sequence_number": 0})
-
-
 def _repeats(exchange: Exchange) -> bool:
     """Returns whether the request can be sent again."""
     return exchange.call.data is None or isinstance(exchange.call.data, bytes)
-
-
-def _refused_upgrade(error: aiohttp.WSServerHandshakeError) -> ErrorInfo:
-    """Returns the error of a replica that does not open a websocket. One that has not even refused
-    it has sent what is no answer to an upgrade.
-    """
-    is_refusal = error.status >= web.HTTPBadRequest.status_code
-    after = "" if error.headers is None else error.headers.get(hdrs.RETRY_AFTER, "")
-    return ErrorInfo(
-        f"The replica has answered {error.status} instead of opening a websocket.",
-        type="invalid_request_error" if is_refusal else "server_error",
-        code="websocket_refused",
-        status=error.status if is_refusal else web.HTTPBadGateway.status_code,
-        retry_after_s=float(after) if after.isdigit() else None,
-    )
-
-
-async def _refused_by(answer: Answer) -> ErrorInfo:
-    """Returns an error with the text and the waiting time of a replica that is not ready."""
-    after = answer.headers.get(hdrs.RETRY_AFTER, "")
-    text = (await answer.read(1024)).decode("utf-8", "replace")
-    return ErrorInfo(
-        f"No other replica is ready; the last one said: {text}",
-        type="overloaded_error",
-        code="replica_not_ready",
-        status=answer.status,
-        retry_after_s=float(after) if after.isdigit() else RETRY_AFTER_S,
-    )

@@ -18,7 +18,7 @@ from aserve.errors import ConfigError
 from aserve.gpu.executor import TorchExecutor
 from aserve.messages.base import pack_i32
 from aserve.messages.transfers import LayeredKvAccess
-from aserve.parallel import leader
+from aserve.parallel import kv_moves
 from aserve.parallel.leader import ParallelExecutor
 from tests.gpu.drive import request, serve_between
 from tests.parallel.test_rank_traces import RankThread, joined
@@ -102,7 +102,7 @@ async def test_a_rank_that_hangs_before_it_has_moved_kv_ends_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A request that awaits its KV is in no step that would miss the rank."""
-    monkeypatch.setattr(leader, "MOVE_S", 1.0)
+    monkeypatch.setattr(kv_moves, "MOVE_S", 1.0)
     executor = loaded(
         tensor_parallel_size=2,
         disaggregation_mode="prefill",
