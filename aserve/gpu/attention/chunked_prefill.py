@@ -1,5 +1,6 @@
 """Attention on the CPU for rows with many queries, such as chunks of prompts.
 
+aserve's own kernel (`chunk_attention`) serves most. Where it is not the fastest, or does not exist,
 `sdpa_tiles` copies keys and values out of their pages, one tile at a time, and runs torch's fused
 kernel on each tile. The partial results of two tiles with outputs o_1, o_2 and log-sum-exps l_1,
 l_2 are merged as in flash attention:
@@ -20,12 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aserve.gpu.device.cpu.weights import AVX512_BF16, read_isa
+from aserve.gpu.device.cpu.weights import has_chunk_attention, read_isa
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.kv.store import Scales, byte_view, from_kv_dtype
 from aserve_kernels.cpu.chunk_attention import chunk_attention, compile_chunk_attention
 from aserve_kernels.cpu.host_rows import HostRows, QueryRows
-from aserve_kernels.cpu.tiles import OUTPUTS
+from aserve_kernels.cpu.tiles import HAS_FAST_PAIRS, OUTPUTS
 from aserve_kernels.paged_rows import Scoring
 
 TILE = 2048  # keys
@@ -51,7 +52,8 @@ def widened_chunks(
     q: Tensor, keys: Tensor, values: Tensor, rows: HostRows, scoring: Scoring, *,
     out: Tensor, num_workers: int,
 ) -> None:  # fmt: skip
-    """The contract of `paged_attention`, for KV of fp8: `chunk_attention` of a copy of each row."""
+    """The contract of `paged_attention`, for queries of bfloat16 and KV of fp8: `chunk_attention`
+    of a copy of each row, which multiplies pairs of bfloat16."""
     own, scales = rows.queries, (scoring.key_scale, scoring.value_scale)
     exact = replace(scoring, key_scale=1.0, value_scale=1.0)
     table, first = np.zeros((1, 1), np.int64), np.zeros(1, np.int64)  # the copy is one page
@@ -140,22 +142,26 @@ def choose_chunked_prefill(pools: KvPools, dtype: torch.dtype, num_workers: int)
     multiplies; `chunk_attention` uses the processor's bfloat16 dot products. CPU time of one thread
     of an AMD EPYC (AVX-512 bf16), heads of Qwen3-0.6B, as `paged_attention` / `sdpa_tiles` /
     `chunk_attention`: 64 queries behind 4,000 keys 32 / 27 / 8 ms, 2,048 behind 6,144 1,918 / 1,295
-    / 395; in float32 46 / 36 and 2,534 / 1,394; 64 without a prefix 0.8 / 0.5 / 0.2.
+    / 395; 64 without a prefix 0.8 / 0.5 / 0.2.
     """
-    has_dots = dtype == torch.bfloat16 and read_isa().bf16_products == AVX512_BF16
-    if not has_dots or any(kv.keys.shape[2] % OUTPUTS for kv in pools.layers.values()):
+    if not has_chunk_attention(dtype, read_isa()):
         return SDPA_TILES
-    if pools.dtype == dtype:
-        return compiled_chunks(num_workers)
-    compile_chunk_attention(num_workers)
-    attend = partial(widened_chunks, num_workers=num_workers)
-    return ChunkedPrefill(attend, min_queries=16, min_keys=16, has_windows_and_caps=True)
+    if any(kv.keys.shape[2] % OUTPUTS for kv in pools.layers.values()):
+        return SDPA_TILES
+    if dtype == torch.bfloat16 and dtype != pools.dtype and HAS_FAST_PAIRS:
+        compile_chunk_attention(dtype, num_workers)
+        attend = partial(widened_chunks, num_workers=num_workers)
+        return ChunkedPrefill(attend, min_queries=16, min_keys=16, has_windows_and_caps=True)
+    return compiled_chunks(dtype, num_workers, pools.dtype)
 
 
-def compiled_chunks(num_workers: int) -> ChunkedPrefill:
-    compile_chunk_attention(num_workers)
+def compiled_chunks(
+    dtype: torch.dtype, num_workers: int, kv_dtype: torch.dtype | None = None
+) -> ChunkedPrefill:
+    compile_chunk_attention(dtype, num_workers, kv_dtype)
     attend = partial(chunk_attention, num_workers=num_workers)
-    return ChunkedPrefill(attend, min_queries=4, min_keys=4, has_windows_and_caps=True)
+    least = 4 if dtype == torch.bfloat16 else 16
+    return ChunkedPrefill(attend, min_queries=least, min_keys=least, has_windows_and_caps=True)
 
 
 SDPA_TILES = ChunkedPrefill(sdpa_tiles, min_queries=64, min_keys=256, has_windows_and_caps=False)

@@ -1,10 +1,10 @@
-"""Paged attention on the CPU for many queries per row in bfloat16: prefill and chunked prefill.
+"""Paged attention on the CPU for many queries per row: prefill and chunked prefill.
 
     out = softmax(cap(scale * q k^T) + mask) v
 
-Both matrix products are gemm.py's, of pairs of bfloat16. Each tile of keys and values is packed
-once, for all queries of a block. Scores stay float32; the softmax is online. Work is divided among
-threads by row, block of queries and KV head.
+Both matrix products are gemm.py's, of pairs of bfloat16 or of float32. Each tile of keys and values
+is packed once, for all queries of a block (chunk_tiles.py). Scores stay float32; the softmax is
+online. Work is divided among threads by row, block of queries and KV head.
 """
 
 from __future__ import annotations
@@ -16,11 +16,18 @@ import torch
 from numba import njit, prange, types
 from torch import Tensor
 
-from aserve_kernels.cpu.bf16 import Float32s, narrow
+from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, numba_type
+from aserve_kernels.cpu.chunk_tiles import (
+    as_weight,
+    copy_query,
+    pack_keys,
+    pack_values,
+    packed_like,
+)
 from aserve_kernels.cpu.exp2 import power_of_two
 from aserve_kernels.cpu.host_rows import NO_WINDOW, HostRows, Int64s
+from aserve_kernels.cpu.memory import FLOAT32_LIKE, INT64_LIKE, scratch
 from aserve_kernels.cpu.online_softmax import fold_log2, greatest
-from aserve_kernels.cpu.packing import Bf16Bits, interleave, transpose_pairs
 from aserve_kernels.cpu.precompile import FASTMATH, cached_njit, compile_ahead
 from aserve_kernels.cpu.simd import LANES, fma, load, splat, store
 from aserve_kernels.cpu.tiles import OUTPUTS, ROWS, multiply_tile
@@ -30,82 +37,82 @@ BLOCK = 1024  # query rows (queries times heads of one KV head) that share a pac
 # PERF: the keys of a packed tile. 1,024 queries behind 2,048 keys of 8 heads of 128, CPU time
 # of one thread: 112 ms with 64, 89 with 128, 76 with 256, 70 with 512 and with 1,024.
 TILE = 512
-PAIR = 2
 
 
 def chunk_attention(
     q: Tensor, keys: Tensor, values: Tensor, rows: HostRows, scoring: Scoring, *,
     out: Tensor, num_workers: int,
 ) -> None:  # fmt: skip
-    """The same as `paged_attention`, for bfloat16 and a head_dim that is a multiple of 32.
+    """The same as `paged_attention`, without sinks, for a head_dim that is a multiple of OUTPUTS.
 
     WHY: packing copies every key and value, which would dominate a decode step; here all queries of
     a block share the copy.
     """
-    factor, cap = fold_log2(scoring.scale, scoring.softcap)
+    factor, cap = fold_log2(scoring.scale * scoring.key_scale, scoring.softcap)
     if factor < 0:  # the greatest product is to be the greatest score
         q, factor = -q, -factor
     queries = rows.queries
     attend = _attend_alone if num_workers == 1 else _attend
     attend(
-        _bits(q), _bits(keys), _bits(values), _bits(out),
+        as_array(q), as_array(keys), as_array(values), as_array(out),
         rows.page_table, queries.rows, queries.lens, queries.starts, queries.query_lens,
         rows.page_size,
         NO_WINDOW if scoring.window is None else scoring.window,
         np.float32(factor),
         np.float32(cap),
+        np.float32(scoring.value_scale),
         num_workers,
     )  # fmt: skip
 
 
-def _bits(tensor: Tensor) -> Bf16Bits:
-    bits: Bf16Bits = tensor.view(torch.uint16).numpy()
-    return bits
-
-
-def compile_chunk_attention(num_workers: int) -> None:
-    """Compiles either for one worker or for several."""
-    heads = types.Array(types.uint16, 3, "C")
+def compile_chunk_attention(
+    dtype: torch.dtype, num_workers: int, kv_dtype: torch.dtype | None = None
+) -> None:
+    """Compiles for this dtype, of KV as well unless another one is given, and either for one worker
+    or for several."""
+    floats, pool = numba_type(dtype), types.Array(numba_type(kv_dtype or dtype), 3, "C")
     column = types.Array(types.int64, 1, "C")
     compile_ahead(
         _attend_alone if num_workers == 1 else _attend,
-        *(types.Array(types.uint16, 3, "A"), heads, heads, heads),
+        *(types.Array(floats, 3, "A"), pool, pool, types.Array(floats, 3, "C")),
         *(types.Array(types.int64, 2, "C"), column, column, column, column),
-        *(types.int64, types.int64, types.float32, types.float32, types.int64),
+        *(types.int64, types.int64, types.float32, types.float32, types.float32, types.int64),
     )
 
 
 @cached_njit(parallel=True, nogil=True)
 def _attend(
-    q: Bf16Bits, keys: Bf16Bits, values: Bf16Bits, out: Bf16Bits,
+    q: Floats, keys: Floats, values: Floats, out: Floats,
     page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
-    page_size: int, window: int, factor: np.float32, cap: np.float32, num_workers: int,
+    page_size: int, window: int, factor: np.float32, cap: np.float32, value_scale: np.float32,
+    num_workers: int,
 ) -> None:  # fmt: skip
     for worker in prange(num_workers):
         _attend_share(
             q, keys, values, out, page_table, rows, lens, starts, query_lens, page_size,
-            window, factor, cap, worker, num_workers,
+            window, factor, cap, value_scale, worker, num_workers,
         )  # fmt: skip
 
 
 @cached_njit(nogil=True)
 def _attend_alone(
-    q: Bf16Bits, keys: Bf16Bits, values: Bf16Bits, out: Bf16Bits,
+    q: Floats, keys: Floats, values: Floats, out: Floats,
     page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
-    page_size: int, window: int, factor: np.float32, cap: np.float32, num_workers: int,
+    page_size: int, window: int, factor: np.float32, cap: np.float32, value_scale: np.float32,
+    num_workers: int,
 ) -> None:  # fmt: skip
     for worker in range(num_workers):
         _attend_share(
             q, keys, values, out, page_table, rows, lens, starts, query_lens, page_size,
-            window, factor, cap, worker, num_workers,
+            window, factor, cap, value_scale, worker, num_workers,
         )  # fmt: skip
 
 
 @njit(inline="always")
 def _attend_share(
-    q: Bf16Bits, keys: Bf16Bits, values: Bf16Bits, out: Bf16Bits,
+    q: Floats, keys: Floats, values: Floats, out: Floats,
     page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
-    page_size: int, window: int, factor: np.float32, cap: np.float32,
+    page_size: int, window: int, factor: np.float32, cap: np.float32, value_scale: np.float32,
     worker: int, num_workers: int,
 ) -> None:  # fmt: skip
     """The share of one worker: every num_workers-th unit of work. A unit is one KV head of one
@@ -114,10 +121,12 @@ def _attend_share(
     group_size = q.shape[1] // num_kv_heads
     query_len = max(1, BLOCK // group_size)
     num_query_rows = -(-query_len * group_size // ROWS) * ROWS
-    queries = np.zeros(num_query_rows * head_dim, np.uint16)
-    outputs = np.empty(num_query_rows * head_dim, np.float32)
-    softmax = np.empty((num_query_rows, 2), np.float32)
-    packed = np.empty((2, TILE * head_dim), np.uint16)
+    like = packed_like(q, keys)
+    queries = scratch((num_query_rows * head_dim,), like)
+    queries[:] = 0
+    outputs = scratch((num_query_rows * head_dim,), FLOAT32_LIKE)
+    softmax = scratch((num_query_rows, 2), FLOAT32_LIKE)
+    packed = scratch((2, TILE * head_dim), like)
     unit = 0
     for r in range(rows.shape[0]):
         for first in range(0, query_lens[r], query_len):
@@ -131,16 +140,17 @@ def _attend_share(
                     keys, values,
                     out[starts[r] + first : starts[r] + last],
                     page_table[rows[r]], page_size,
-                    lens[r] - query_lens[r] + first, head, window, factor, cap,
+                    lens[r] - query_lens[r] + first, head, window, factor, cap, value_scale,
                     queries, outputs, softmax, packed,
                 )  # fmt: skip
 
 
 @njit(nogil=True, fastmath=FASTMATH)
 def _attend_block(
-    q: Bf16Bits, keys: Bf16Bits, values: Bf16Bits, out: Bf16Bits, pages: Int64s, page_size: int,
+    q: Floats, keys: Floats, values: Floats, out: Floats, pages: Int64s, page_size: int,
     position: int, head: int, window: int, factor: np.float32, cap: np.float32,
-    queries: Bf16Bits, outputs: Float32s, softmax: Float32s, packed: Bf16Bits,
+    value_scale: np.float32,
+    queries: Floats, outputs: Float32s, softmax: Float32s, packed: Floats,
 ) -> None:  # fmt: skip
     """Attends q [queries, heads, head_dim], at positions from `position` on, for one KV head, and
     writes out [queries, heads, head_dim].
@@ -154,16 +164,16 @@ def _attend_block(
     num_query_rows = num_queries * group_size
     for query_row in range(num_query_rows):
         vector = q[query_row // group_size, head * group_size + query_row % group_size]
-        for d in range(head_dim):
-            queries[query_row * head_dim + d] = vector[d]
+        copy_query(vector, queries[query_row * head_dim : (query_row + 1) * head_dim])
     outputs[:] = np.float32(0)
     softmax[:, 0] = -np.inf
     softmax[:, 1] = np.float32(0)
-    indices = np.empty(TILE, np.int64)
-    products = np.empty(ROWS * max(TILE, head_dim), np.float32)
-    weights = np.empty(ROWS * TILE, np.uint16)
-    rescales = np.empty(ROWS, np.float32)
-    zeros = np.zeros(OUTPUTS, np.float32)
+    indices = scratch((TILE,), INT64_LIKE)
+    products = scratch((ROWS * max(TILE, head_dim),), FLOAT32_LIKE)
+    weights = scratch((ROWS * TILE,), queries)
+    rescales = scratch((ROWS,), FLOAT32_LIKE)
+    zeros = scratch((OUTPUTS,), FLOAT32_LIKE)
+    zeros[:] = np.float32(0)
     # Tiles begin at the first key that a query sees: keys before it may be NaN.
     stop = position + num_queries
     for tile in range(max(0, position - window + 1), stop, TILE):
@@ -172,8 +182,8 @@ def _attend_block(
         _find_keys(pages, page_size, keys.shape[1], head, head_dim, tile, indices[:size])
         indices[size:width] = indices[size - 1]
         packed_keys, packed_values = packed[0, : width * head_dim], packed[1, : width * head_dim]
-        _pack_keys(keys.reshape(-1), indices[:width], head_dim, packed_keys)
-        _pack_values(values.reshape(-1), indices[:width], head_dim, packed_values)
+        pack_keys(keys.reshape(-1), indices[:width], head_dim, packed_keys)
+        pack_values(values.reshape(-1), indices[:width], head_dim, packed_values)
         for query_row in range(0, num_query_rows, ROWS):
             first_position = position + query_row // group_size
             last_position = position + (min(query_row + ROWS, num_query_rows) - 1) // group_size
@@ -196,7 +206,7 @@ def _attend_block(
             _add(products, rescales, outputs[query_row * head_dim : (query_row + ROWS) * head_dim])
     for query_row in range(num_query_rows):
         output = outputs[query_row * head_dim : (query_row + 1) * head_dim]
-        scale = np.float32(1) / softmax[query_row, 1]
+        scale = value_scale / softmax[query_row, 1]
         for d in range(head_dim):
             output[d] *= scale
         narrow(output, out[query_row // group_size, head * group_size + query_row % group_size])
@@ -221,31 +231,12 @@ def _find_keys(
 
 
 @njit(inline="always")
-def _pack_keys(source: Bf16Bits, indices: Int64s, head_dim: int, packed: Bf16Bits) -> None:
-    """Packs keys as [blocks of keys, pairs of dimensions, keys of a block, 2]."""
-    for j in range(0, len(indices), LANES):
-        first = j // OUTPUTS * OUTPUTS * head_dim + j % OUTPUTS * PAIR
-        for d in range(0, head_dim, LANES * PAIR):
-            starts = indices[j : j + LANES] + d
-            transpose_pairs(source, starts, packed, first + d * OUTPUTS, OUTPUTS * PAIR)
-
-
-@njit(inline="always")
-def _pack_values(source: Bf16Bits, indices: Int64s, head_dim: int, packed: Bf16Bits) -> None:
-    """Packs values as [blocks of dimensions, pairs of keys, dimensions of a block, 2]."""
-    for j in range(0, len(indices), PAIR):
-        for d in range(0, head_dim, LANES):
-            target = d // OUTPUTS * OUTPUTS * len(indices) + j * OUTPUTS + d % OUTPUTS * PAIR
-            interleave(source, indices[j] + d, indices[j + 1] + d, packed, target)
-
-
-@njit(inline="always")
 def _multiply(
-    x: Bf16Bits, packed: Bf16Bits, packed_inputs: int, zeros: Float32s, out: Float32s,
+    x: Floats, packed: Floats, packed_inputs: int, zeros: Float32s, out: Float32s,
     num_outputs: int,
 ) -> None:  # fmt: skip
-    """Multiplies eight contiguous rows of x by the first inputs and outputs of a packed matrix,
-    which has `packed_inputs` -> out [8, num_outputs], flat. `zeros` is the bias."""
+    """Multiplies ROWS contiguous rows of x by the first inputs and outputs of a packed matrix,
+    which has `packed_inputs` -> out [ROWS, num_outputs], flat. `zeros` is the bias."""
     num_inputs = len(x) // ROWS
     for first in range(0, num_outputs, OUTPUTS):
         start = first * packed_inputs
@@ -256,15 +247,15 @@ def _multiply(
 @njit(inline="always")
 def _weigh(
     scores: Float32s, low: int, high: int, factor: np.float32, cap: np.float32,
-    softmax: Float32s, query_row: int, weights: Bf16Bits,
+    softmax: Float32s, query_row: int, weights: Floats,
 ) -> np.float32:  # fmt: skip
     """Does what `softmax_update` does to scores that lack the factor, which is not negative; the
-    weights become bfloat16, and those of masked keys zeros. Overwrites scores.
+    weights have the dtype of packed tiles, and those of masked keys are zeros. Overwrites scores.
 
     PERF: the scores are read twice: for the maximum, and for the weights with their sum.
     """
     if low >= high:
-        weights[:] = np.uint16(0)
+        weights[:] = 0
         return np.float32(1)
     if cap > 0:
         for j in range(low, high):
@@ -281,22 +272,11 @@ def _weigh(
     for j in range(stop):
         weight = power_of_two(factor * scores[j] - row_max)
         added += weight
-        weights[j] = _nearest(weight)
-    weights[stop:] = np.uint16(0)
+        weights[j] = as_weight(weight, weights)
+    weights[stop:] = 0
     softmax[query_row, 0] = row_max
     softmax[query_row, 1] = softmax[query_row, 1] * rescale + added
     return rescale
-
-
-@njit(inline="always")
-def _nearest(weight: np.float32) -> np.uint16:
-    """Does what `bf16_bits` does to values whose NaN come from bfloat16 or from arithmetic.
-
-    PERF: without a case for other NaN, a prefill's attention takes 5 % less time.
-    """
-    bits = np.float32(weight).view(np.uint32)
-    to_even = (bits >> np.uint32(16)) & np.uint32(1)
-    return np.uint16(np.uint32(bits + np.uint32(0x7FFF) + to_even) >> np.uint32(16))
 
 
 @njit(inline="always")

@@ -20,7 +20,7 @@ from numba import types
 from numba.extending import intrinsic, overload
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats
-from aserve_kernels.cpu.memory import FLOAT32_LIKE
+from aserve_kernels.cpu.memory import FLOAT32_LIKE, UINT16_LIKE
 from aserve_kernels.cpu.precompile import Callback, compile_callback
 from aserve_kernels.cpu.simd import Intrinsic
 
@@ -42,7 +42,7 @@ C_PRODUCT = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * NUM_ARGUMENTS)
 RECORD_LIKE = np.empty(0, PRODUCT)  # for `array_at`
 LIKE: Mapping[torch.dtype, Floats] = {
     torch.float32: FLOAT32_LIKE,
-    torch.bfloat16: np.empty(0, np.uint16),
+    torch.bfloat16: UINT16_LIKE,
 }
 
 

@@ -40,7 +40,7 @@ def test_every_token_sees_itself_and_what_came_before(
 
 @pytest.mark.parametrize("attend", [sdpa_tiles, partial(widened_chunks, num_workers=1)])
 def test_kv_of_fp8_counts_times_its_scales(attend: Attend) -> None:
-    compile_chunk_attention(1)
+    compile_chunk_attention(torch.bfloat16, 1)
     case = make(((40, 40), (20, 130)), (6, 2), 32)
     stored = replace(
         case, keys=case.keys.to(torch.float8_e4m3fn), values=case.values.to(torch.float8_e4m3fn)

@@ -10,7 +10,7 @@ import torch
 
 from aserve.gpu.attention.chunked_prefill import SDPA_TILES, choose_chunked_prefill, compiled_chunks
 from aserve.gpu.attention.cpu import PagedCpu
-from aserve.gpu.device.cpu.weights import AVX512_BF16, read_isa
+from aserve.gpu.device.cpu.weights import has_chunk_attention, read_isa
 from aserve.gpu.kv.layer_groups import AttentionInputs
 from aserve.gpu.layers.rope import RopeInputs
 from aserve.gpu.step.forward_batch import ForwardBatch
@@ -76,11 +76,13 @@ def test_latents_equal_the_reference(page_size: int, num_heads: int, dtype: torc
 @pytest.mark.parametrize("page_size", [1, 16, 24])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rows_with_many_queries_may_use_another_kernel(shape: str, page_size: int) -> None:
-    """That of torch, or that of dot products."""
+    """That of torch, or aserve's own."""
     in_torch = Layout(layer(), page_size, torch.float32)
     assert_attends(partial(PagedCpu, prefill=SDPA_SOON), in_torch, shape)
-    of_products = Layout(layer(head_dim=32), page_size, torch.bfloat16)
-    assert_attends(partial(PagedCpu, prefill=compiled_chunks(1)), of_products, shape)
+    for dtype in DTYPES:
+        prefill = dataclasses.replace(compiled_chunks(dtype, 1), min_queries=4, min_keys=4)
+        own = Layout(layer(head_dim=32), page_size, dtype)
+        assert_attends(partial(PagedCpu, prefill=prefill), own, shape)
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, 2.0), (5, None), (290, 2.0), (400, None)])
@@ -91,19 +93,19 @@ def test_windows_and_soft_caps_hold_for_rows_with_many_queries(
     spec = layer(window=window, softcap=softcap, head_dim=32)
     for dtype, prefill in (
         (torch.float32, SDPA_TILES),
-        (torch.bfloat16, compiled_chunks(num_workers)),
+        *((dtype, compiled_chunks(dtype, num_workers)) for dtype in DTYPES),
     ):
         for shape in ("mixed", LONG):
             assert_attends(partial(PagedCpu, prefill=prefill), Layout(spec, dtype=dtype), shape)
 
 
-def test_rows_with_many_queries_use_dot_products_where_the_processor_has_them() -> None:
-    """This holds if the processor has no matrix instructions and heads fill whole vectors."""
-    pairs = read_isa().bf16_products == AVX512_BF16
-    for head_dim, dtype in ((32, torch.float32), (40, torch.bfloat16), (32, torch.bfloat16)):
+def test_rows_with_many_queries_use_a_kernel_of_ours_where_it_is_the_fastest() -> None:
+    """If heads fill whole vectors; and matrix instructions for bfloat16 are torch's."""
+    isa = read_isa()
+    for head_dim, dtype in ((32, torch.float32), (40, torch.float32), (32, torch.bfloat16)):
         pools = Layout(layer(head_dim=head_dim), dtype=dtype).pools(1)
         is_fused = choose_chunked_prefill(pools, pools.dtype, 1) is SDPA_TILES
-        assert is_fused == (not pairs or dtype == torch.float32 or head_dim == 40)
+        assert is_fused == (head_dim == 40 or not has_chunk_attention(dtype, isa))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

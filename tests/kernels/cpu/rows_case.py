@@ -51,11 +51,14 @@ class Case:
         attend(self.q, self.keys, self.values, self.rows, scoring, out=out)
         return out
 
-    def assert_equals_reference(self, attend: Attend, scoring: Scoring) -> None:
+    def assert_equals_reference(
+        self, attend: Attend, scoring: Scoring, *, tolerance: float = 0.0
+    ) -> None:
+        """`tolerance`: at least; that of the dtype is another one."""
         got = self.attended(attend, scoring).float()
         q, keys, values = (tensor.float() for tensor in (self.q, self.keys, self.values))
         expected = Case(q, keys, values, self.rows).attended(paged_attention_ref, scoring)
-        step = TOLERANCES[self.q.dtype]
+        step = max(tolerance, TOLERANCES[self.q.dtype])
         torch.testing.assert_close(got, expected, rtol=step, atol=step, equal_nan=True)
 
 
@@ -64,8 +67,9 @@ def make(
     heads: tuple[int, int] = (6, 2),
     head_dim: int = 32,
     dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
 ) -> Case:
-    """Unwritten slots are NaN, but for page 0, which may be read."""
+    """Unwritten slots are NaN, but for page 0, which may be read. `kv_dtype`: default `dtype`."""
     query_lens, lens = np.array(chunks, np.int64).reshape(-1, 2).T
     columns = -(-int(lens.max(initial=1)) // PAGE_SIZE)
     table = 1 + np.arange(len(chunks) * columns).reshape(-1, columns)[:, ::-1].copy()
@@ -73,14 +77,13 @@ def make(
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(int(query_lens.sum()), heads[0], head_dim, generator=generator).to(dtype)
     slots = ((1 + table.size) * PAGE_SIZE, heads[1], head_dim)
-    keys, values = torch.full((2, *slots), torch.nan).to(dtype)
+    keys, values = torch.full((2, *slots), torch.nan).to(kv_dtype or dtype)
     keys[:PAGE_SIZE] = values[:PAGE_SIZE] = 0
     for row, kv_len in enumerate(lens.tolist()):
         positions = np.arange(kv_len)
         used = table[row, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
         for pool in (keys, values):
-            pool[torch.from_numpy(used)] = torch.randn(kv_len, *slots[1:], generator=generator).to(
-                dtype
-            )
+            drawn = torch.randn(kv_len, *slots[1:], generator=generator)
+            pool[torch.from_numpy(used)] = drawn.to(pool.dtype)
     queries = QueryRows(np.arange(len(chunks)), lens.copy(), starts, query_lens.copy())
     return Case(q, keys, values, HostRows(table, PAGE_SIZE, queries))

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from aserve.gpu.device.cpu.weights import (
-    AVX512_BF16,
     KERNEL_DTYPES,
     CpuIsa,
+    has_chunk_attention,
     has_tiles,
     read_isa,
     widens_tiles,
@@ -55,7 +55,7 @@ def kernels_of(dtype: torch.dtype, isa: CpuIsa, *, num_threads: int) -> list[Ker
         variants += _kernels_of_tiles(dtype, isa, num_threads=num_threads)
     variants += _variants(["draw", "shared_table", "suffix_match"], torch.float32)
     parallel = ["paged_attention"]
-    if dtype == torch.bfloat16 and isa.bf16_products == AVX512_BF16:
+    if has_chunk_attention(dtype, isa):
         parallel.append("chunk_attention")
     return variants + _variants(parallel, dtype, num_threads=min(num_threads, 2))
 
@@ -126,6 +126,9 @@ def _kernels_of_kv(
 ) -> list[KernelVariant]:
     suffix, most = "fp8" if kv_dtype == FP8 else dtype_name(kv_dtype), min(num_threads, 2)
     variants = _variants([f"paged_attention_{suffix}"], dtype, num_threads=most)
+    # Many queries of bfloat16 see copies in bfloat16 where pairs of these are multiplied fast.
+    if dtype == torch.float32 and has_chunk_attention(dtype, isa):
+        variants += _variants([f"chunk_attention_{suffix}"], dtype, num_threads=most)
     if has_tiles(dtype, isa):
         for each in sorted({1, _team_of_tiles(dtype, isa, most)}, reverse=True):
             variants += _variants([f"decoder_forward_{suffix}"], dtype, num_threads=each)

@@ -127,6 +127,14 @@ def has_tiles(dtype: torch.dtype, isa: CpuIsa) -> bool:
     return dtype == torch.float32 or (dtype == torch.bfloat16 and isa.bf16_products is not None)
 
 
+def has_chunk_attention(dtype: torch.dtype, isa: CpuIsa) -> bool:
+    """Whether aserve's own kernel attends many queries of this dtype. Torch's multiplies bfloat16
+    by matrix instructions."""
+    if dtype == torch.bfloat16:
+        return has_tiles(dtype, isa) and isa.bf16_products == AVX512_BF16
+    return dtype == torch.float32 and has_tiles(dtype, isa)
+
+
 def widens_tiles(isa: CpuIsa) -> bool:
     """Whether float32 models of any size may have tiles of bfloat16, which are widened as they are
     multiplied."""
