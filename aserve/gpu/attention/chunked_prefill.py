@@ -160,8 +160,7 @@ def compiled_chunks(
 ) -> ChunkedPrefill:
     compile_chunk_attention(dtype, num_workers, kv_dtype)
     attend = partial(chunk_attention, num_workers=num_workers)
-    least = 4 if dtype == torch.bfloat16 else 16
-    return ChunkedPrefill(attend, min_queries=least, min_keys=least, has_windows_and_caps=True)
+    return ChunkedPrefill(attend, min_queries=4, min_keys=4, has_windows_and_caps=True)
 
 
 SDPA_TILES = ChunkedPrefill(sdpa_tiles, min_queries=64, min_keys=256, has_windows_and_caps=False)

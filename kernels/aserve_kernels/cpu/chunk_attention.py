@@ -119,7 +119,10 @@ def _attend_share(
     block of a row's queries."""
     num_kv_heads, head_dim = keys.shape[1], keys.shape[2]
     group_size = q.shape[1] // num_kv_heads
-    query_len = max(1, BLOCK // group_size)
+    longest = 1
+    for r in range(rows.shape[0]):
+        longest = max(longest, query_lens[r])
+    query_len = min(longest, max(1, BLOCK // group_size))
     num_query_rows = -(-query_len * group_size // ROWS) * ROWS
     like = packed_like(q, keys)
     queries = scratch((num_query_rows * head_dim,), like)
@@ -165,9 +168,10 @@ def _attend_block(
     for query_row in range(num_query_rows):
         vector = q[query_row // group_size, head * group_size + query_row % group_size]
         copy_query(vector, queries[query_row * head_dim : (query_row + 1) * head_dim])
-    outputs[:] = np.float32(0)
-    softmax[:, 0] = -np.inf
-    softmax[:, 1] = np.float32(0)
+    num_padded = -(-num_query_rows // ROWS) * ROWS
+    outputs[: num_padded * head_dim] = 0
+    softmax[:num_padded, 0] = -np.inf
+    softmax[:num_padded, 1] = 0
     indices = scratch((TILE,), INT64_LIKE)
     products = scratch((ROWS * max(TILE, head_dim),), FLOAT32_LIKE)
     weights = scratch((ROWS * TILE,), queries)
