@@ -125,10 +125,10 @@ def _multiply_tile(
         sources = [builder.gep(first, [builder.mul(row, per_row)]) for row in rows]
         sums = tile.start(data(bias, args[2], FLOAT32X16), len(rows))
         vectors = data(block, weights, tile.vector)
-        prefetched = context.make_array(next_)(context, builder, following)
+        paced = tile.paced(context.make_array(next_)(context, builder, following), num_steps)
         with cgutils.for_range(builder, num_steps, intp=INDEX) as loop:
             tile.add(sums, sources, vectors, loop.index)
-            tile.prefetch(prefetched, loop.index, num_steps)
+            tile.prefetch(paced, loop.index)
         targets = data(out, args[3], HALF_WORD if out.dtype == types.uint16 else ir.FloatType())
         for row, row_sums in zip(rows, sums, strict=True):
             tile.store(row_sums, builder.gep(targets, [builder.mul(args[4], row)]))
@@ -196,12 +196,23 @@ class TileEmitter:
                 total = self._add_product(builder.load(variable), broadcast, weight)
                 builder.store(total, variable)
 
-    def prefetch(self, array: Any, step: Any, num_steps: Any) -> None:
-        """Prefetches a step's share of the array."""
+    def paced(self, array: Any, num_steps: Any) -> tuple[Any, Any]:
+        """Returns where an array begins, and how many of its elements each step prefetches.
+
+        WHY: LLVM leaves this division in a loop, and spills registers around it. PERF: 4, 6, 32 and
+        2,000 rows of inputs of float32 and weights of bfloat16, layers of Qwen3-0.6B, 2 threads,
+        AVX2, time over that with a division in each step: 0.58, 0.67, 0.65, 0.64.
+        """
         builder = self._builder
-        pace = builder.udiv(array.nitems, num_steps)
+        is_empty = builder.icmp_unsigned("==", num_steps, INDEX(0))
+        divisor = builder.select(is_empty, INDEX(1), num_steps)
+        return array.data, builder.udiv(array.nitems, divisor)
+
+    def prefetch(self, paced: tuple[Any, Any], step: Any) -> None:
+        """Prefetches a step's share of an array."""
+        builder, (data, pace) = self._builder, paced
         lines = builder.bitcast(
-            builder.gep(array.data, [builder.mul(step, pace)]), FLOAT32X16.as_pointer()
+            builder.gep(data, [builder.mul(step, pace)]), FLOAT32X16.as_pointer()
         )
         for number in range(VECTORS):
             emit_prefetch(builder, builder.gep(lines, [WORD(number)]), IN_L2)

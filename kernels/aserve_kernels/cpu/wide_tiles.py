@@ -153,9 +153,10 @@ def _multiply_wide_tile(
         tile.order_memory()
         sums = tile.start(data(bias, args[2], FLOAT32X16), size.literal_value)
         inputs, vectors = data(x, args[0], FLOAT32X16), data(block, weights, INT32X16)
+        paced = tile.paced(array(next_, following), num_steps)
         with cgutils.for_range(builder, num_steps, intp=INDEX) as loop:
             tile.add_pair(sums, inputs, vectors, loop.index)
-            tile.prefetch(array(next_, following), loop.index, num_steps)
+            tile.prefetch(paced, loop.index)
         targets = data(out, args[3], HALF_WORD if out.dtype == types.uint16 else ir.FloatType())
         # Missing rows are the last one.
         last = builder.udiv(builder.sub(array(out, args[3]).nitems, INDEX(1)), args[4])
