@@ -135,6 +135,20 @@ def test_a_large_input_hides_no_small_ones_of_other_spans(bits: int, dtype: torc
     )
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("bits", RANGES)
+def test_sums_of_the_largest_codes_and_inputs_overflow_nowhere(bits: int, sign: int) -> None:
+    """Products of bytes are added in 16 bits where the processor has no other way."""
+    compile_quant_linear(torch.float32, bits=bits)
+    low, high = RANGES[bits]
+    codes = torch.full((40, 512), high - 1, dtype=torch.int8)
+    codes[20:] = low
+    packed = pack_quantized(codes, torch.ones(40, 1), torch.ones(40, 0), None, bits=bits)
+    x = torch.full((5, 512), 3.0 * sign)
+    expected = 3.0 * sign * codes.sum(dim=1).float().expand(5, 40)
+    torch.testing.assert_close(quant_linear(x, packed), expected, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 5, 40])
 @pytest.mark.parametrize("bits", RANGES)
 def test_what_is_not_finite_spoils_its_own_row_alone(bits: int, num_tokens: int) -> None:
