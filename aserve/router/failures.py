@@ -1,4 +1,4 @@
-"""What a client gets whose replica has failed, has refused it, or is ended with the router."""
+"""Makes the errors that clients get if their replica fails or refuses them, or the router ends."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import aiohttp
 import msgspec
 from aiohttp import hdrs, web
+from multidict import MultiMapping
 
 from aserve.errors import ErrorInfo, ShuttingDown
 from aserve.http.anthropic.messages import anthropic_error
@@ -62,24 +63,29 @@ def refused_upgrade(error: aiohttp.WSServerHandshakeError) -> ErrorInfo:
     it has sent what is no answer to an upgrade.
     """
     is_refusal = error.status >= web.HTTPBadRequest.status_code
-    after = "" if error.headers is None else error.headers.get(hdrs.RETRY_AFTER, "")
     return ErrorInfo(
         f"The replica has answered {error.status} instead of opening a websocket.",
         type="invalid_request_error" if is_refusal else "server_error",
         code="websocket_refused",
         status=error.status if is_refusal else web.HTTPBadGateway.status_code,
-        retry_after_s=float(after) if after.isdigit() else None,
+        retry_after_s=None if error.headers is None else _waiting_time(error.headers),
     )
 
 
 async def refused_by(answer: Answer) -> ErrorInfo:
     """Returns an error with the text and the waiting time of a replica that is not ready."""
-    after = answer.headers.get(hdrs.RETRY_AFTER, "")
+    waiting_s = _waiting_time(answer.headers)
     text = (await answer.read(1024)).decode("utf-8", "replace")
     return ErrorInfo(
         f"No other replica is ready; the last one said: {text}",
         type="overloaded_error",
         code="replica_not_ready",
         status=answer.status,
-        retry_after_s=float(after) if after.isdigit() else RETRY_AFTER_S,
+        retry_after_s=RETRY_AFTER_S if waiting_s is None else waiting_s,
     )
+
+
+def _waiting_time(headers: MultiMapping[str]) -> float | None:
+    """Returns the seconds of Retry-After, None if it has none: it may also be a date."""
+    text = headers.get(hdrs.RETRY_AFTER, "")
+    return float(text) if text.isdigit() else None
