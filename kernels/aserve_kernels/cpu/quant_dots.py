@@ -98,8 +98,8 @@ def multiply_by_dots(
         span, zero = SPAN_OF_8_BITS, ZERO_OF_8_BITS
     span = min(span, weight.group)
     num_spans = num_groups * -(-weight.group // span)
-    # PERF: the rows that pass over the weights together stay in the L2 cache.
     like = integers_like(weight.codes)
+    # PERF: the rows that pass over the weights together stay in the L2 cache.
     most = max(TILE_ROWS, BLOCK_BYTES // (num_in * like.itemsize) // TILE_ROWS * TILE_ROWS)
     most = min(most, max(1, num_rows))
     integers = scratch((most, num_in), like)
