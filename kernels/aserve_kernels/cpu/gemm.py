@@ -187,21 +187,34 @@ def multiply_blocks(
         for output in range(first, last, OUTPUTS):
             weights = packed[output * num_in : (output + OUTPUTS) * num_in]
             block_bias = bias[output : output + OUTPUTS]
+            row = start
             for tile in range(num_tiles):
-                row = start + tile * ROWS
                 rows_of_tile, target = inputs[row * num_in :], outputs[row * num_out + output :]
                 following = prefetched_by(tile, num_tiles, packed, output * num_in, len(weights))
                 blocks = (weights, following)
-                rest = num_rows - row
+                size = _size_of_tile(end - row)
                 # PERF: a tile that computes some rows twice takes less time than several small
                 # tiles. 15 rows of the tiny model in docs/performance.md: 210 us against 307.
-                if rest > 5:
+                if size > 5:
                     multiply_tile(rows_of_tile, blocks, block_bias, target, num_out, ROWS)
-                elif rest == 5:  # a window of four drafts
+                elif size == 5:  # a window of four drafts
                     multiply_tile(rows_of_tile, blocks, block_bias, target, num_out, 5)
-                elif rest > 2:
+                elif size > 2:
                     multiply_tile(rows_of_tile, blocks, block_bias, target, num_out, 4)
-                elif rest == 2:
+                elif size == 2:
                     multiply_tile(rows_of_tile, blocks, block_bias, target, num_out, 2)
                 else:
                     multiply_tile(rows_of_tile, blocks, block_bias, target, num_out, 1)
+                row += size
+
+
+@njit(inline="always")
+def _size_of_tile(num_rows: int) -> int:
+    """Returns how many of the rows that are left the next tile takes.
+
+    PERF: a tile of one or two rows takes as long as one of four, because each sum waits for its
+    last product. So the last of several tiles has at least four.
+    """
+    if num_rows <= ROWS or num_rows >= ROWS + 4:
+        return min(num_rows, ROWS)
+    return num_rows - 4

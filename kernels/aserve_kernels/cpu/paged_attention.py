@@ -202,7 +202,7 @@ def attend_share(
                     attend_split_block(
                         own_q, keys, values, own_out, page_table[rows[r]], page_size,
                         position, head, last_head, window, factor, cap, sinks, value_scale,
-                        vectors, softmax, scores, slots, tile_len(width),
+                        vectors, softmax, scores, slots, TILE,
                     )  # fmt: skip
                     continue
                 _attend_block(

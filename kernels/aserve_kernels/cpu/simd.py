@@ -7,10 +7,11 @@ IR. LLVM splits a vector into the registers of the machine: one with AVX-512, tw
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils, config
@@ -41,6 +42,14 @@ INT8X64 = ir.VectorType(ir.IntType(8), 4 * LANES)
 FLOAT16X16 = ir.VectorType(ir.HalfType(), LANES)
 INDEX = ir.IntType(64)
 IN_L1, IN_L2 = 3, 2  # how near to the processor a prefetched line is brought
+
+
+def element(source: npt.NDArray[Any], index: int) -> Any:
+    """source[index], for an index of 0 or more. `source` is contiguous.
+
+    PERF: numba looks whether an index is negative whenever it reads an array.
+    """
+    return source[index]
 
 
 def zeros() -> Lanes:
@@ -112,6 +121,15 @@ class _LanesModel(PrimitiveModel):  # type: ignore[misc]  # numba has no types
 def address_of(context: Any, builder: Any, array: Any, value: Any, start: Any, vector: Any) -> Any:
     data = context.make_array(array)(context, builder, value).data
     return builder.bitcast(builder.gep(data, [start]), vector.as_pointer())
+
+
+@intrinsic
+def _element(typing: Any, source: Any, index: Any) -> Intrinsic:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(source)(context, builder, args[0]).data
+        return builder.load(builder.gep(data, [args[1]]))
+
+    return source.dtype(source, types.intp), emit
 
 
 @intrinsic
@@ -266,38 +284,47 @@ def _emit_dot_products(builder: Any, left: Any, rights: list[Any], num_vectors: 
 
 
 def horizontal_sums(builder: Any, vectors: list[Any]) -> Any:
-    """Sums 2, 4, 8 or 16 vectors horizontally at once: lane i of the result, which has as many
-    lanes, is the sum of vector i. How many there are changes no sum.
+    """Sums 2, 4, 8 or 16 vectors, of which each has at least as many lanes, horizontally at once:
+    lane i of the result, which has as many lanes as there are vectors, is the sum of vector i. How
+    many there are changes no sum.
 
     A tree of additions of two vectors that are first blended into each other, 15 for sixteen
     vectors; one by one, each vector would take four.
     """
-    distance, step = LANES // 2, LANES // len(vectors)
+    lanes = vectors[0].type.count
+    distance, step = lanes // 2, lanes // len(vectors)
     while len(vectors) > 1:
-        low, high = blend_masks(distance)
+        masks = blend_masks(distance, lanes)
         pairs = zip(vectors[: len(vectors) // 2], vectors[len(vectors) // 2 :], strict=True)
-        vectors = [_emit_blended_sum(builder, a, b, low, high) for a, b in pairs]
+        vectors = [_emit_blended_sum(builder, a, b, *masks) for a, b in pairs]
         distance //= 2
     [total] = vectors
     while distance:
-        swapped = ir.Constant(INT32X16, [lane ^ distance for lane in range(LANES)])
+        swapped = _lanes(lane ^ distance for lane in range(lanes))
         total = builder.fadd(total, builder.shuffle_vector(total, total, swapped))
         distance //= 2
-    kind = ir.VectorType(ir.IntType(32), LANES // step)
-    return builder.shuffle_vector(total, total, ir.Constant(kind, [*range(0, LANES, step)]))
+    return builder.shuffle_vector(total, total, _lanes(range(0, lanes, step)))
 
 
-def blend_masks(distance: int) -> tuple[list[int], list[int]]:
+def blend_masks(distance: int, num_lanes: int = LANES) -> tuple[list[int], list[int]]:
     """Two shuffle masks for a pair of vectors. In both results, lanes whose index has the bit
     `distance` come from the second vector, the others from the first. The first mask takes source
     lanes without that bit, the second mask those with it."""
-    low = [lane if not lane & distance else lane - distance + LANES for lane in range(LANES)]
+    low = [
+        lane if not lane & distance else lane - distance + num_lanes for lane in range(num_lanes)
+    ]
     return low, [lane + distance for lane in low]
 
 
 def _emit_blended_sum(builder: Any, a: Any, b: Any, low: list[int], high: list[int]) -> Any:
-    left = builder.shuffle_vector(a, b, ir.Constant(INT32X16, low))
-    return builder.fadd(left, builder.shuffle_vector(a, b, ir.Constant(INT32X16, high)))
+    left = builder.shuffle_vector(a, b, _lanes(low))
+    return builder.fadd(left, builder.shuffle_vector(a, b, _lanes(high)))
+
+
+def _lanes(numbers: Iterable[int]) -> Any:
+    """The numbers of lanes by which LLVM shuffles vectors."""
+    lanes = [*numbers]
+    return ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
 
 
 def _emit_fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
@@ -309,6 +336,11 @@ def emit_call(builder: Any, name: str, *args: Any, result: ir.Type = FLOAT32X16)
     """Calls a function of LLVM."""
     kind = ir.FunctionType(result, [arg.type for arg in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+
+@overload(element, inline="always", strict=False)
+def _overload_element(source: Any, index: Any) -> Callable[..., Any]:
+    return lambda source, index: _element(source, index)
 
 
 @overload(zeros, inline="always", strict=False)

@@ -19,11 +19,12 @@ from numba import njit
 from aserve_kernels.cpu.bf16 import Float32s, Floats
 from aserve_kernels.cpu.host_rows import Int64s, find_slots
 from aserve_kernels.cpu.online_softmax import output_scale, softmax_update
-from aserve_kernels.cpu.pair_rows import PAIRS
 from aserve_kernels.cpu.precompile import FASTMATH, NO_REFCOUNT
-from aserve_kernels.cpu.simd import prefetch
 from aserve_kernels.cpu.split_rows import (
     AT_ONCE,
+    Scores,
+    SplitRows,
+    StoredRows,
     add_rows,
     add_rows_to_two,
     join_row,
@@ -32,7 +33,7 @@ from aserve_kernels.cpu.split_rows import (
     split_row,
 )
 
-AHEAD = 8  # tokens by which prefetches are ahead
+AHEAD = 8  # tokens by which prefetches are ahead, a multiple of AT_ONCE
 
 
 @njit(nogil=True, fastmath=FASTMATH, **NO_REFCOUNT)
@@ -40,14 +41,14 @@ def attend_split_block(
     q: Float32s, keys: Floats, values: Floats, out: Floats, pages: Int64s, page_size: int,
     position: int, first_head: int, last_head: int,
     window: int, factor: np.float32, cap: np.float32, sinks: Float32s, value_scale: np.float32,
-    vectors: Float32s, softmax: Float32s, scores: Float32s, slots: Int64s, tile_size: int,
+    vectors: Float32s, softmax: Float32s, scores: Float32s, places: Int64s, tile_size: int,
 ) -> None:  # fmt: skip
     """Attends q [queries, heads, head_dim], at positions from `position` on, for the KV heads
     first_head..last_head, and writes out [queries, heads, head_dim].
 
     A query row is one query of one head. Scratch memory: `vectors` for the query rows and their
-    outputs, `softmax` for [row_max, row_sum] of each, `scores` for those of a tile, `slots` for
-    those of a tile and of the next one, and the places of a head in some of them.
+    outputs, `softmax` for [row_max, row_sum] of each, `scores` [query rows, tile_size or more], and
+    `places` for those of a tile's tokens and of the next one's.
     """
     num_queries, width = q.shape[0], q.shape[2]
     group_size = q.shape[1] // keys.shape[1]
@@ -55,8 +56,9 @@ def attend_split_block(
     num_query_rows = (last_head - first_head) * per_head
     queries, outputs = vectors[0], vectors[1]
     all_keys, all_values = keys.reshape(-1), values.reshape(-1)
-    num_heads = keys.shape[1]
-    own_slots, next_slots, places = slots[0], slots[1], slots[2]
+    all_scores, stride = scores.reshape(-1), scores.shape[1]
+    per_token = keys.shape[1] * width
+    own, following = places[0], places[1]
     for query_row in range(num_query_rows):
         query = query_row // group_size % num_queries
         head = (first_head + query_row // per_head) * group_size + query_row % group_size
@@ -68,48 +70,54 @@ def attend_split_block(
     # Tiles lie at absolute positions, so that a query's sums have the same order in every step.
     start = max(0, position - window + 1) // tile_size * tile_size
     stop = position + num_queries
-    find_slots(pages, page_size, start, min(tile_size, stop - start), own_slots)
+    size = _find_places(pages, page_size, start, min(tile_size, stop - start), per_token, own)
     for tile in range(start, stop, tile_size):
-        own = own_slots[: min(tile_size, stop - tile)]
-        next_ = next_slots[: max(0, min(tile_size, stop - tile - tile_size))]
-        find_slots(pages, page_size, tile + tile_size, len(next_), next_slots)
-        for j in range(0, len(own), AT_ONCE):
+        rest = max(0, min(tile_size, stop - tile - tile_size))
+        next_size = _find_places(pages, page_size, tile + tile_size, rest, per_token, following)
+        for j in range(0, size, AT_ONCE):
+            then, its_places, first = _ahead(all_keys, own, size, all_values, own, size, j)
             for head in range(first_head, last_head):
-                _find_places(own, j, num_heads, head, width, places)
-                _prefetch(all_keys, own, all_values, own, j, num_heads, head, width)
-                first = (head - first_head) * per_head
-                for query_row in range(first, first + per_head):
-                    own_scores = scores[query_row, j:]
-                    score_rows(queries, query_row * width, width, all_keys, places, own_scores)
+                rows = StoredRows(all_keys, own, j, head * width)
+                later = StoredRows(then, its_places, first, head * width)
+                query_row = (head - first_head) * per_head
+                for _ in range(per_head // 2):
+                    at = Scores(all_scores, query_row * stride + j, stride)
+                    x = SplitRows(queries, query_row * width, width)
+                    score_rows(x, rows, later, at, 2)
+                    query_row += 2
+                if per_head % 2:
+                    at = Scores(all_scores, query_row * stride + j, stride)
+                    x = SplitRows(queries, query_row * width, width)
+                    score_rows(x, rows, later, at, 1)
+        num_keys = min(tile_size, stop - tile)
         for query_row in range(num_query_rows):
-            low, high = _seen(query_row, num_queries, group_size, position - tile, window, len(own))
+            query = query_row // group_size % num_queries
+            low, high = _seen(position + query - tile, window, num_keys)
             if low < high:
                 rescale = softmax_update(scores[query_row], low, high, cap, softmax, query_row)
                 scale_row(outputs, query_row * width, width, rescale)
-        for j in range(0, len(own), AT_ONCE):
+        for j in range(0, size, AT_ONCE):
+            then, its_places, first = _ahead(
+                all_values, own, size, all_keys, following, next_size, j
+            )
             for head in range(first_head, last_head):
-                _find_places(own, j, num_heads, head, width, places)
-                _prefetch(all_values, own, all_keys, next_, j, num_heads, head, width)
-                first = (head - first_head) * per_head
-                for query_row in range(first, first + per_head, 2 - group_size % 2):
-                    low, high = _seen(
-                        query_row, num_queries, group_size, position - tile, window, len(own)
-                    )
+                rows = StoredRows(all_values, own, j, head * width)
+                later = StoredRows(then, its_places, first, head * width)
+                query_row = (head - first_head) * per_head
+                for query in range(num_queries):
+                    low, high = _seen(position + query - tile, window, num_keys)
                     low, high = max(0, low - j), min(AT_ONCE, high - j)
-                    if low >= high:
-                        continue
-                    at = query_row * width
+                    for _ in range(group_size // 2):
+                        at = Scores(all_scores, query_row * stride + j, stride)
+                        sums = SplitRows(outputs, query_row * width, width)
+                        add_rows_to_two(at, rows, later, low, high, sums)
+                        query_row += 2
                     if group_size % 2:
-                        add_rows(
-                            scores[query_row, j:], all_values, places, low, high,
-                            outputs, at, width,
-                        )  # fmt: skip
-                    else:
-                        add_rows_to_two(
-                            scores[query_row : query_row + 2, j:], all_values, places,
-                            low, high, outputs, at, width,
-                        )  # fmt: skip
-        own_slots, next_slots = next_slots, own_slots
+                        at = Scores(all_scores, query_row * stride + j, stride)
+                        sums = SplitRows(outputs, query_row * width, width)
+                        add_rows(at, rows, later, low, high, sums)
+                        query_row += 1
+        own, following, size = following, own, next_size
     for query_row in range(num_query_rows):
         query = query_row // group_size % num_queries
         head = (first_head + query_row // per_head) * group_size + query_row % group_size
@@ -118,44 +126,36 @@ def attend_split_block(
 
 
 @njit(inline="always")
-def _seen(
-    query_row: int, num_queries: int, group_size: int, position: int, window: int, size: int
-) -> tuple[int, int]:
-    """Returns the first key of a tile that a query row sees, and the one after its last. The tile
-    has `size` keys; `position`, that of the first query, counts from its first key."""
-    own = position + query_row // group_size % num_queries
-    return max(0, own - window + 1), min(size, own + 1)
-
-
-@njit(inline="always")
 def _find_places(
-    slots: Int64s, j: int, num_heads: int, head: int, head_dim: int, places: Int64s
-) -> None:
-    """Writes where this head of four slots, from number j on, begins in flat KV; behind the slots,
-    places repeat the last one."""
-    for i in range(AT_ONCE):
-        places[i] = (slots[min(j + i, len(slots) - 1)] * num_heads + head) * head_dim
+    pages: Int64s, page_size: int, start: int, size: int, per_token: int, places: Int64s
+) -> int:
+    """Writes where the KV of `size` tokens from number `start` on begins in flat KV, of which each
+    token has `per_token` elements. The last place is repeated up to a multiple of four. Returns how
+    many there are."""
+    find_slots(pages, page_size, start, size, places)
+    for i in range(size):
+        places[i] *= per_token
+    padded = -(-size // AT_ONCE) * AT_ONCE
+    for i in range(size, padded):
+        places[i] = places[size - 1]
+    return padded
 
 
 @njit(inline="always")
-def _prefetch(
-    kv: Floats,
-    slots: Int64s,
-    later: Floats,
-    later_slots: Int64s,
-    j: int,
-    num_heads: int,
-    head: int,
-    head_dim: int,
-) -> None:
-    """Prefetches this head of four slots, AHEAD of number j: those of `kv`, and behind them those
-    of `later`."""
-    for i in range(j + AHEAD, j + AHEAD + AT_ONCE):
-        if i < len(slots):
-            start = (slots[i] * num_heads + head) * head_dim
-            for d in range(0, head_dim, PAIRS):
-                prefetch(kv, start + d)
-        elif i - len(slots) < len(later_slots):
-            start = (later_slots[i - len(slots)] * num_heads + head) * head_dim
-            for d in range(0, head_dim, PAIRS):
-                prefetch(later, start + d)
+def _seen(position: int, window: int, num_keys: int) -> tuple[int, int]:
+    """Returns the first key of a tile that the query at `position` sees, and the one after its
+    last. Positions count from the first key of the tile."""
+    return max(0, position - window + 1), min(num_keys, position + 1)
+
+
+@njit(inline="always")
+def _ahead(
+    kv: Floats, places: Int64s, size: int, then: Floats, then_places: Int64s, then_size: int, j: int
+) -> tuple[Floats, Int64s, int]:  # fmt: skip
+    """Returns what is read AHEAD of place j: an array, places in it, and which of them are next.
+    `then` is read behind `kv`; behind both, they are those of j again, which are in the cache."""
+    if j + AHEAD < size:
+        return kv, places, j + AHEAD
+    if j + AHEAD - size < then_size:
+        return then, then_places, j + AHEAD - size
+    return kv, places, j

@@ -1,7 +1,8 @@
 """Rows of float32 beside rows of bfloat16 as they are stored, for attention over few queries.
 
 A row of float32 is split: of each 32 elements, the 16 even ones come before the odd ones. A vector
-of bfloat16 pairs becomes the two vectors beside them by a shift and a mask.
+of bfloat16 pairs becomes the two vectors beside them by a shift and a mask. It is widened once for
+two split rows, whose sums have the order of those of one.
 
 The plain functions run with NUMBA_DISABLE_JIT=1; compiled code takes the overloads.
 """
@@ -9,7 +10,8 @@ The plain functions run with NUMBA_DISABLE_JIT=1; compiled code takes the overlo
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -22,22 +24,53 @@ from aserve_kernels.cpu.host_rows import Int64s
 from aserve_kernels.cpu.pair_rows import PAIRS, load_even, load_odd, store_pairs
 from aserve_kernels.cpu.precompile import FASTMATH
 from aserve_kernels.cpu.simd import (
-    FLOAT32X16,
+    HAS_AVX512,
+    IN_L1,
     INDEX,
     INT32X16,
     LANES,
     Intrinsic,
-    address_of,
+    element,
+    emit_prefetch,
     fma,
     horizontal_sums,
     load,
+    prefetch,
     splat,
     store,
     zeros,
 )
-from aserve_kernels.cpu.tiles import TileEmitter
+from aserve_kernels.cpu.tiles import WORD, TileEmitter
 
-AT_ONCE = 4  # rows of bfloat16 of which registers of AVX2 hold the sums
+AT_ONCE = 4  # rows of bfloat16 that are scored at once
+# PERF: a vector fills one register, so those of AVX2 hold the sums of four rows with two others.
+FLOATS, WORDS = (ir.VectorType(kind, 16 if HAS_AVX512 else 8) for kind in (ir.FloatType(), WORD))
+
+
+class StoredRows(NamedTuple):
+    """Rows of KV in bfloat16. Row i is `data` from places[first + i] + offset on."""
+
+    data: Floats
+    places: Int64s
+    first: int
+    offset: int
+
+
+class SplitRows(NamedTuple):
+    """Split rows of `width` elements, a multiple of 32, that follow each other from data[start]."""
+
+    data: Float32s
+    start: int
+    width: int
+
+
+class Scores(NamedTuple):
+    """The scores or weights of stored rows. Row i has `data[at + i]` for a split row, and
+    data[at + stride + i] for the next one."""
+
+    data: Float32s
+    at: int
+    stride: int
 
 
 @njit(inline="always")
@@ -72,108 +105,158 @@ def scale_row(row: Float32s, start: int, width: int, factor: np.float32) -> None
 
 
 def score_rows(
-    x: Float32s, start: int, width: int, rows: Floats, starts: Int64s, scores: Float32s
+    x: SplitRows, rows: StoredRows, later: StoredRows, scores: Scores, size: int
 ) -> None:
-    """scores[:4] = the dot products of the split row x[start : start + width] with
-    rows[s : s + width] for the 4 values s of `starts`. `width` is a multiple of 32. All arrays are
-    flat."""
-    own = np.empty(width, np.float32)
-    join_row(x.copy(), start, np.float32(1), own)
-    other = np.empty(width, np.float32)
-    for i in range(AT_ONCE):
-        widen(rows[starts[i] : starts[i] + width], other)
-        scores[i] = own @ other
+    """Writes the dot products of `size` split rows, 1 or 2 (a literal), with four stored ones, and
+    prefetches the four of `later`."""
+    own, other = np.empty(x.width, np.float32), np.empty(x.width, np.float32)
+    for r in range(size):
+        join_row(x.data.copy(), x.start + r * x.width, np.float32(1), own)
+        for i in range(AT_ONCE):
+            place = rows.places[rows.first + i] + rows.offset
+            widen(rows.data[place : place + x.width], other)
+            scores.data[scores.at + r * scores.stride + i] = own @ other
 
 
 @njit(inline="always", fastmath=FASTMATH)
 def add_rows(
-    weights: Float32s, rows: Floats, starts: Int64s, first: int, last: int,
-    sums: Float32s, at: int, width: int,
-) -> None:  # fmt: skip
-    """Adds to the split row sums[at : at + width], one after the other, the products of the rows at
-    starts[first:last] with weights[first:last]."""
-    for d in range(0, width, PAIRS):
-        even, odd = load(sums, at + d), load(sums, at + d + LANES)
-        for j in range(first, last):
-            weight = splat(weights[j])
-            even = fma(even, weight, load_even(rows, starts[j] + d))
-            odd = fma(odd, weight, load_odd(rows, starts[j] + d))
-        store(even, sums, at + d)
-        store(odd, sums, at + d + LANES)
+    weights: Scores, rows: StoredRows, later: StoredRows, low: int, high: int, sums: SplitRows
+) -> None:
+    """Adds the stored rows low..high to a split row, one after the other, each times its weight,
+    and prefetches those of `later`."""
+    for d in range(0, sums.width, PAIRS):
+        at = sums.start + d
+        even, odd = load(sums.data, at), load(sums.data, at + LANES)
+        for i in range(low, high):
+            place = element(rows.places, rows.first + i) + rows.offset + d
+            prefetch(later.data, element(later.places, later.first + i) + later.offset + d)
+            weight = splat(element(weights.data, weights.at + i))
+            even = fma(even, weight, load_even(rows.data, place))
+            odd = fma(odd, weight, load_odd(rows.data, place))
+        store(even, sums.data, at)
+        store(odd, sums.data, at + LANES)
 
 
 @njit(inline="always", fastmath=FASTMATH)
 def add_rows_to_two(
-    weights: Float32s, rows: Floats, starts: Int64s, first: int, last: int,
-    sums: Float32s, at: int, width: int,
-) -> None:  # fmt: skip
-    """Does what `add_rows` does for two split rows that follow each other; weights [2, n].
+    weights: Scores, rows: StoredRows, later: StoredRows, low: int, high: int, sums: SplitRows
+) -> None:
+    """Does what `add_rows` does, for two split rows.
 
     PERF: a row is widened once, and four sums keep both units of a processor busy.
     """
-    for d in range(0, width, PAIRS):
-        one, two = at + d, at + width + d
-        even, odd = load(sums, one), load(sums, one + LANES)
-        even_two, odd_two = load(sums, two), load(sums, two + LANES)
-        for j in range(first, last):
-            left, right = load_even(rows, starts[j] + d), load_odd(rows, starts[j] + d)
-            weight, weight_two = splat(weights[0, j]), splat(weights[1, j])
+    for d in range(0, sums.width, PAIRS):
+        one, two = sums.start + d, sums.start + sums.width + d
+        even, odd = load(sums.data, one), load(sums.data, one + LANES)
+        even_two, odd_two = load(sums.data, two), load(sums.data, two + LANES)
+        for i in range(low, high):
+            place = element(rows.places, rows.first + i) + rows.offset + d
+            prefetch(later.data, element(later.places, later.first + i) + later.offset + d)
+            left, right = load_even(rows.data, place), load_odd(rows.data, place)
+            weight = splat(element(weights.data, weights.at + i))
             even, odd = fma(even, weight, left), fma(odd, weight, right)
-            even_two, odd_two = fma(even_two, weight_two, left), fma(odd_two, weight_two, right)
-        store(even, sums, one)
-        store(odd, sums, one + LANES)
-        store(even_two, sums, two)
-        store(odd_two, sums, two + LANES)
+            weight = splat(element(weights.data, weights.at + weights.stride + i))
+            even_two, odd_two = fma(even_two, weight, left), fma(odd_two, weight, right)
+        store(even, sums.data, one)
+        store(odd, sums.data, one + LANES)
+        store(even_two, sums.data, two)
+        store(odd_two, sums.data, two + LANES)
 
 
 class _Split(TileEmitter):
-    def product(self, total: Any, even: Any, odd: Any, address: Any) -> Any:
-        """Adds the products of a vector of pairs at `address` with the elements of a split row.
+    """Emits the dot products of split rows."""
 
-        PERF: the pairs are loaded twice, because no register is left. LLVM must not know.
+    __slots__ = ()
+
+    def vectors(self, data: Any, start: Any, vector: ir.Type) -> Any:
+        """The address of data[start], where such vectors begin."""
+        address = self._builder.gep(data, [start])
+        return self._builder.bitcast(address, vector.as_pointer())
+
+    def add(self, sums: list[list[Any]], x: list[Any], stored: list[Any], step: Any) -> None:
+        """Adds the products of 32 elements: sums[row][i] += x[row] * stored[i].
+
+        PERF: they are loaded twice, because no register is left. LLVM must not know.
         """
-        builder = self._builder
-        low = self._low(builder.load(address, align=2))
-        total = self._add_product(total, even, low)
-        high = self._high(builder.load(self._opaque(address), align=2))
-        return self._add_product(total, odd, high)
+        builder, vectors = self._builder, LANES // FLOATS.count  # of the even ones
+        first = builder.mul(step, INDEX(2 * vectors))
+        for part, half in product(range(vectors), range(2)):
+            pair = builder.add(builder.mul(step, INDEX(vectors)), INDEX(part))
+            at = builder.add(first, INDEX(half * vectors + part))
+            factors = [builder.load(builder.gep(row, [at]), align=4) for row in x]
+            for number, row in enumerate(stored):
+                address = self._opaque(builder.gep(row, [pair]))
+                pairs = builder.load(address, align=2)
+                widened = self._odd(pairs) if half else self._even(pairs)
+                for row_sums, factor in zip(sums, factors, strict=True):
+                    self._add_to(row_sums[number], factor, widened)
+
+    def _even(self, pairs: Any) -> Any:
+        words = self._builder.shl(pairs, ir.Constant(WORDS, [16] * WORDS.count))
+        return self._builder.bitcast(words, FLOATS)
+
+    def _odd(self, pairs: Any) -> Any:
+        words = self._builder.and_(pairs, ir.Constant(WORDS, [0xFFFF0000] * WORDS.count))
+        return self._builder.bitcast(words, FLOATS)
+
+    def _add_to(self, variable: Any, left: Any, right: Any) -> None:
+        name, total = f"llvm.fmuladd.v{FLOATS.count}f32", self._builder.load(variable)
+        total = self._call(name, left, right, total, result=FLOATS)
+        self._builder.store(total, variable)
 
 
-@intrinsic
+@intrinsic(prefer_literal=True)
 def _score_rows(
-    typing: Any, x: Any, start: Any, width: Any, rows: Any, starts: Any, scores: Any
-) -> Intrinsic:
+    typing: Any, x: Any, rows: Any, later: Any, scores: Any, size: Any
+) -> Intrinsic | None:
+    if not isinstance(size, types.IntegerLiteral):
+        return None
+
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        split, zero = _Split(builder, is_paired=True), ir.Constant(FLOAT32X16, None)
-        left = address_of(context, builder, x, args[0], args[1], FLOAT32X16)
-        places = context.make_array(starts)(context, builder, args[4]).data
-        own_starts = [builder.load(builder.gep(places, [INDEX(i)])) for i in range(AT_ONCE)]
-        rights = [
-            address_of(context, builder, rows, args[3], each, INT32X16) for each in own_starts
+        def fields(kind: Any, number: int) -> list[Any]:
+            """Those of a record, of which the arrays are addresses."""
+            values = [builder.extract_value(args[number], i) for i in range(len(kind))]
+            return [
+                context.make_array(each)(context, builder, value).data
+                if isinstance(each, types.Array)
+                else value
+                for each, value in zip(kind, values, strict=True)
+            ]
+
+        def stored(kind: Any, number: int, vector: ir.Type) -> list[Any]:
+            data, places, first, offset = fields(kind, number)
+            own = [builder.gep(places, [builder.add(first, INDEX(i))]) for i in range(AT_ONCE)]
+            starts = [builder.add(builder.load(place), offset) for place in own]
+            return [split.vectors(data, start, vector) for start in starts]
+
+        split, numbers = _Split(builder, is_paired=True), range(size.literal_value)
+        data, start, width = fields(x, 0)
+        left = [
+            split.vectors(data, builder.add(start, builder.mul(width, INDEX(row))), FLOATS)
+            for row in numbers
         ]
-        sums = [cgutils.alloca_once_value(builder, zero) for _ in rights]
-        with cgutils.for_range(builder, builder.udiv(args[2], INDEX(PAIRS)), intp=INDEX) as loop:
-            first = builder.mul(loop.index, INDEX(2))
-            even, odd = (
-                builder.load(builder.gep(left, [index]), align=4)
-                for index in (first, builder.add(first, INDEX(1)))
-            )
-            for variable, right in zip(sums, rights, strict=True):
-                address = builder.gep(right, [loop.index])
-                builder.store(split.product(builder.load(variable), even, odd, address), variable)
-        four = ir.VectorType(ir.FloatType(), AT_ONCE)
-        target = address_of(context, builder, scores, args[5], INDEX(0), four)
-        totals = horizontal_sums(builder, [builder.load(variable) for variable in sums])
-        builder.store(totals, target, align=4)
+        right, lines = stored(rows, 1, WORDS), stored(later, 2, INT32X16)
+        zero = ir.Constant(FLOATS, None)
+        sums = [[cgutils.alloca_once_value(builder, zero) for _ in right] for _ in left]
+        with cgutils.for_range(builder, builder.udiv(width, INDEX(PAIRS)), intp=INDEX) as loop:
+            for line in lines:
+                emit_prefetch(builder, builder.gep(line, [loop.index]), IN_L1)
+            split.add(sums, left, right, loop.index)
+        totals = horizontal_sums(builder, [builder.load(each) for row in sums for each in row])
+        data, at, stride = fields(scores, 3)
+        for row in numbers:
+            lanes = [*range(AT_ONCE * row, AT_ONCE * (row + 1))]
+            four = ir.Constant(ir.VectorType(WORD, AT_ONCE), lanes)
+            products = builder.shuffle_vector(totals, totals, four)
+            first = builder.add(at, builder.mul(stride, INDEX(row)))
+            builder.store(products, split.vectors(data, first, products.type), align=4)
         return context.get_dummy_value()
 
-    return types.void(x, types.intp, types.intp, rows, starts, scores), emit
+    return types.void(x, rows, later, scores, size), emit
 
 
-@overload(score_rows, inline="always", strict=False)
+@overload(score_rows, inline="always", strict=False, prefer_literal=True)
 def _overload_score_rows(
-    x: Any, start: Any, width: Any, rows: Any, starts: Any, scores: Any
+    x: Any, rows: Any, later: Any, scores: Any, size: Any
 ) -> Callable[..., None]:
-    return lambda x, start, width, rows, starts, scores: _score_rows(
-        x, start, width, rows, starts, scores
-    )
+    return lambda x, rows, later, scores, size: _score_rows(x, rows, later, scores, size)
