@@ -25,12 +25,13 @@ from aserve_kernels.cpu.precompile import Callback, compile_callback
 from aserve_kernels.cpu.simd import Intrinsic
 
 # The record of a linear layer: its product; the addresses of its packed weight, its float32 bias
-# [out] and its factors; its sizes; and the group of a QuantWeight and what it has for each (0 for
-# other weights).
+# [out] and its factors; its sizes; and the group of a QuantWeight, what it has for each, and the
+# unit of its factors (0 for other weights).
 PRODUCT: Any = np.dtype(
     [
         *[(name, np.int64) for name in ("product", "weight", "bias", "factors")],
         *[(name, np.int64) for name in ("num_in", "num_out", "group", "per_group")],
+        ("unit", np.float64),
     ],
     align=True,
 )

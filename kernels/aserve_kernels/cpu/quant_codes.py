@@ -2,6 +2,9 @@
 
     W[o, i] = scales[o, g] * code[o, i] + offsets[o, g],  g = i // group
 
+Scales and offsets are float16 times a power of two, the unit of the weight. So the largest of them
+is about 2^15, and those that are 2^-29 of it still have all bits of float16.
+
 A block has one or two vectors of 16 outputs, as in gemm. The order within a block is that of the
 dot products which the processor has (quant_dots.py):
 
@@ -16,6 +19,7 @@ input 2 k, and bits 16 + 4 k input 2 k + 1.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -29,6 +33,7 @@ from aserve_kernels.cpu.simd import HAS_AVX2, HAS_VNNI, LANES
 from aserve_kernels.cpu.tiles import OUTPUTS, VECTORS
 
 Codes: TypeAlias = npt.NDArray[np.int8] | npt.NDArray[np.int32]
+Halves: TypeAlias = npt.NDArray[np.uint16]  # the bits of float16, which numba has no arrays of
 
 CODES_PER_WORD = 8  # of 4 bits
 BYTES_PER_WORD = 4
@@ -44,11 +49,12 @@ class QuantWeight(NamedTuple):
     """A packed weight. Outputs are padded to whole blocks, and inputs to whole groups, by zeros."""
 
     codes: Codes  # flat; int8 for 8 bits, int32 for 4
-    factors: Float32s  # [blocks * groups * per_group * OUTPUTS]: scales, then offsets if any
+    factors: Halves  # [blocks * groups * per_group * OUTPUTS]: scales, then offsets if any
     bias: Float32s  # [out], zeros for no bias
     num_in: int  # of the layer
     group: int  # inputs that share a scale
     per_group: int  # 2 with offsets, else 1
+    unit: np.float32  # of the factors
 
     @property
     def bits(self) -> int:
@@ -72,23 +78,31 @@ def pack_quantized(
     padded = functional.pad(codes, (0, group * num_groups - num_in, 0, rows))
 
     both = torch.stack([scales, offsets] if offsets.numel() else [scales], dim=2).float()
-    blocks = functional.pad(both, (0, 0, 0, 0, 0, rows)).unflatten(0, (-1, OUTPUTS))
+    unit = _unit_of(both)
+    halves = (both / unit).to(torch.float16)
+    blocks = functional.pad(halves, (0, 0, 0, 0, 0, rows)).unflatten(0, (-1, OUTPUTS))
     return QuantWeight(
         pack_codes(padded, bits),
-        blocks.permute(0, 2, 3, 1).contiguous().flatten().numpy(),
+        blocks.permute(0, 2, 3, 1).contiguous().flatten().numpy().view(np.uint16),
         (torch.zeros(num_out) if bias is None else bias.float()).numpy(),
         num_in,
         group,
         both.shape[2],
+        np.float32(unit),
     )
+
+
+def _unit_of(factors: Tensor) -> float:
+    """Returns the power of two by which the largest factor is from 2^14 to 2^15."""
+    _, exponent = math.frexp(float(factors.abs().max()))
+    return math.ldexp(1.0, min(max(exponent - 15, -100), 100))
 
 
 def dequantized(weight: QuantWeight) -> Tensor:
     """Returns the weight as float32 [out, in]."""
     num_in = weight.group * weight.num_groups
-    by_block = torch.from_numpy(weight.factors).view(
-        -1, weight.num_groups, weight.per_group, OUTPUTS
-    )
+    halves = torch.from_numpy(weight.factors.view(np.float16)).float() * float(weight.unit)
+    by_block = halves.view(-1, weight.num_groups, weight.per_group, OUTPUTS)
     factors = by_block.permute(2, 0, 3, 1).flatten(1, 2).repeat_interleave(weight.group, dim=2)
     whole = torch.from_numpy(unpack_codes(weight.codes, num_in)) * factors[0]
     if weight.per_group == 2:

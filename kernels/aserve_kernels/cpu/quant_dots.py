@@ -36,11 +36,13 @@ from aserve_kernels.cpu.quant_codes import (
     CODES_PER_WORD,
     ZEROS,
     Codes,
+    Halves,
     QuantWeight,
     unpack_codes,
 )
 from aserve_kernels.cpu.quant_rows import INTEGERS_LIKE, SPANS, Integers, RoundedRows, round_row
 from aserve_kernels.cpu.simd import (
+    FLOAT16X16,
     FLOAT32X16,
     HAS_AVX2,
     HAS_AVX512BW,
@@ -113,7 +115,7 @@ def multiply_by_dots(
         num = min(most, num_rows - start)
         rows = RoundedRows(integers[:num], zeros[:num], steps[:num], sums[:num], weight.group, span)
         for row in range(num):
-            round_row(x[start + row], zero, rows, row)
+            round_row(x[start + row], zero, weight.unit, rows, row)
         for output in range(first, num_whole, OUTPUTS):
             bias = weight.bias[output : output + OUTPUTS]
             _multiply_block(rows, weight, bias, output, out[start:], output)
@@ -162,7 +164,7 @@ def integers_like(codes: Codes) -> Integers:
 
 def multiply_integers(
     rows: RoundedRows,
-    weights: tuple[Codes, Float32s, Float32s],
+    weights: tuple[Codes, Halves, Float32s],
     out: Floats,
     stride: int,
     size: int,
@@ -178,7 +180,8 @@ def multiply_integers(
     codes, factors, bias = weights
     inputs = np.arange(integers.shape[1])
     spans = inputs // group * -(-group // span) + inputs % group // span
-    by_group = factors.reshape(sums.shape[1], -1, OUTPUTS)
+    halves = factors.view(np.float16).astype(np.float32)
+    by_group = halves.reshape(sums.shape[1], -1, OUTPUTS)
     scaled = by_group[inputs // group, 0] * unpack_codes(codes, len(inputs)).T
     for row in range(min(size, len(integers))):
         product = integers[row] * steps[row, spans] @ scaled + bias
@@ -358,9 +361,11 @@ class _Dots(TileEmitter):
         added = self._wide(builder.select(has_offsets, of_inputs, ir.FloatType()(0.0)))
         offsets = builder.gep(own, [builder.select(has_offsets, INDEX(VECTORS), INDEX(0))])
         for number, (variable, total) in enumerate(zip(row.of_group, row.totals, strict=True)):
-            scale = self._load(own, number)
+            scale, offset = (
+                builder.fpext(self._load(factor, number), FLOAT32X16) for factor in (own, offsets)
+            )
             whole = self._fma(builder.load(variable), scale, builder.load(total))
-            builder.store(self._fma(self._load(offsets, number), added, whole), total)
+            builder.store(self._fma(offset, added, whole), total)
 
     def _summed(self, partial: list[list[Any]], number: int) -> Any:
         """Returns the sum of the partial sums for vector number `number`."""
@@ -443,7 +448,7 @@ def _multiply_integers(
         ]
         element = HALF_WORD if out.dtype == types.uint16 else ir.FloatType()
         scalar = ir.FloatType()
-        vectors = (WORD, WORD, scalar, scalar, INT32X16, FLOAT32X16, FLOAT32X16, element)
+        vectors = (WORD, WORD, scalar, scalar, INT32X16, FLOAT16X16, FLOAT32X16, element)
         *of_inputs, codes, factors, bias, target = (
             builder.bitcast(array.data, vector.as_pointer())
             for array, vector in zip(arrays, vectors, strict=True)

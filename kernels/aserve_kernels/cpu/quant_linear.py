@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from aserve_kernels.cpu.bf16 import Floats, as_array, numba_type
-from aserve_kernels.cpu.memory import FLOAT32_LIKE, INT8_LIKE, INT32_LIKE, array_at
+from aserve_kernels.cpu.memory import FLOAT32_LIKE, INT8_LIKE, INT32_LIKE, UINT16_LIKE, array_at
 from aserve_kernels.cpu.precompile import Callback, cached_njit, compile_ahead
 from aserve_kernels.cpu.product import LIKE, RECORD_LIKE, compile_product
 from aserve_kernels.cpu.quant_codes import CODES_PER_WORD, QuantWeight, dequantized
@@ -67,7 +67,8 @@ def compile_quant_linear(dtype: torch.dtype, num_workers: int = 1, *, bits: int)
     rows, flat = types.Array(floats, 2, "C"), types.Array(types.float32, 1, "C")
     codes = types.Array(types.int8 if bits == 8 else types.int32, 1, "C")
     product = _multiply_alone if num_workers == 1 else _multiply
-    fields = (codes, flat, flat, types.int64, types.int64, types.int64)
+    halves = types.Array(types.uint16, 1, "C")
+    fields = (codes, halves, flat, types.int64, types.int64, types.int64, types.float32)
     weight = containers.NamedTuple(fields, QuantWeight)
     compile_ahead(product, rows, weight, rows, types.int64)
     codes_product(dtype, bits)
@@ -89,12 +90,13 @@ def codes_product(dtype: torch.dtype, bits: int) -> Callback:
         weight = QuantWeight(
             array_at(layer["weight"], (num_codes // per_word,), codes_like),
             array_at(
-                layer["factors"], (num_codes // layer["group"] * layer["per_group"],), FLOAT32_LIKE
+                layer["factors"], (num_codes // layer["group"] * layer["per_group"],), UINT16_LIKE
             ),
             array_at(layer["bias"], (num_out,), FLOAT32_LIKE),
             num_in,
             layer["group"],
             layer["per_group"],
+            np.float32(layer["unit"]),
         )
         inputs = array_at(x, (num_tokens, num_in), like)
         wide = array_at(out, (num_tokens, num_out), FLOAT32_LIKE)

@@ -63,16 +63,17 @@ class RoundedRows(NamedTuple):
 
     integers: Integers  # [rows, in]
     zeros: Int32s  # [rows, spans]: what the zeros of the codes add to a sum, negated
-    steps: Float32s  # [rows, spans]
-    sums: Float32s  # [rows, groups], of the inputs
+    steps: Float32s  # [rows, spans], times the unit of the weight's factors
+    sums: Float32s  # [rows, groups], of the inputs, times that unit
     group: int  # inputs
     span: int  # inputs, at most a group
 
 
 @njit(nogil=True, error_model="numpy", **NO_REFCOUNT)
-def round_row(x: Floats, zero: np.float32, rows: RoundedRows, row: int) -> None:
-    """Writes a row x [in] as integers. `zero` is added to the codes. Groups are multiples of LANES.
-    The step of a span is NaN where an input is not finite."""
+def round_row(x: Floats, zero: np.float32, unit: np.float32, rows: RoundedRows, row: int) -> None:
+    """Writes a row x [in] as integers. `zero` is added to the codes, and `unit` is that of the
+    factors. Groups are multiples of LANES. The step of a span is NaN where an input is not finite.
+    """
     integers, sums = rows.integers[row], rows.sums[row]
     largest_integer = np.float32(np.iinfo(integers.dtype).max)
     of_zeros, steps = rows.zeros[row], rows.steps[row]
@@ -94,6 +95,7 @@ def round_row(x: Floats, zero: np.float32, rows: RoundedRows, row: int) -> None:
                 whole = fma(shifted, splat(ROUNDER), splat(np.float32(-1)))
                 sum_of_lanes = fma(sum_of_lanes, whole, splat(np.float32(1)))
             sum_of_span = reduce_sum(sum_of_lanes)
+            step *= unit
             of_zeros[number], steps[number] = np.int32(-zero * sum_of_span), step
             sums[group] += step * sum_of_span
             number += 1

@@ -26,17 +26,17 @@ def _multiply(layers: Records, x: Floats, out: Float32s, num_workers: int) -> No
         multiply_by(layers[0], x, out, worker, num_workers)
 
 
-def product(fields: tuple[int, ...], x: Tensor, num_workers: int) -> Tensor:
+def product(fields: tuple[float, ...], x: Tensor, num_workers: int) -> Tensor:
     layers = np.array([fields], PRODUCT)
     out = torch.full((len(x), SHAPE[0]), torch.nan)
     _multiply(layers, as_array(x), out.numpy(), num_workers)
     return out
 
 
-def coded_fields(weight: QuantWeight, dtype: torch.dtype) -> tuple[int, ...]:
+def coded_fields(weight: QuantWeight, dtype: torch.dtype) -> tuple[float, ...]:
     """The fields of a layer with this weight, of SHAPE."""
     addresses = [array.ctypes.data for array in (weight.codes, weight.bias, weight.factors)]
-    numbers = (SHAPE[1], SHAPE[0], weight.group, weight.per_group)
+    numbers = (SHAPE[1], SHAPE[0], weight.group, weight.per_group, float(weight.unit))
     return (codes_product(dtype, weight.bits).address, *addresses, *numbers)
 
 
@@ -58,7 +58,7 @@ def test_workers_write_the_product_with_tiles(
     weight = torch.randn(SHAPE[:2], generator=torch.Generator().manual_seed(0)).to(stored)
     packed, bias = pack(weight), np.ones(SHAPE[0], np.float32)
     addresses = (tiles_product(dtype, stored).address, packed.ctypes.data, bias.ctypes.data, 0)
-    fields = (*addresses, SHAPE[1], SHAPE[0], 0, 0)
+    fields = (*addresses, SHAPE[1], SHAPE[0], 0, 0, 0.0)
     x = inputs(num_tokens, dtype)
     expected = packed_linear_ref(x, packed, bias).float()
     got = product(fields, x, num_workers)

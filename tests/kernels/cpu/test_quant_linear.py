@@ -28,12 +28,13 @@ SHAPES = [(1, 1, 1), (33, 130, 1), (5, 64, 2), (70, 384, 3), (32, 432, 3)]
 def drawn(
     bits: int, shape: tuple[int, int, int], *, has_offsets: bool
 ) -> tuple[QuantWeight, torch.Tensor]:
-    """Returns a packed weight and its values."""
+    """Returns a packed weight and its values, whose factors are float16."""
     generator = torch.Generator().manual_seed(0)
     num_out, num_in, num_groups = shape
     codes = torch.randint(*RANGES[bits], (num_out, num_in), generator=generator, dtype=torch.int8)
-    scales = torch.rand((num_out, num_groups), generator=generator)
+    scales = torch.rand((num_out, num_groups), generator=generator).half().float()
     offsets = torch.randn((num_out, num_groups if has_offsets else 0), generator=generator)
+    offsets = offsets.half().float()
     bias = torch.randn(num_out, generator=generator)
     packed = pack_quantized(codes, scales, offsets, bias, bits=bits)
     values = codes * scales.repeat_interleave(num_in // num_groups, dim=1)
@@ -50,6 +51,18 @@ def test_a_packed_weight_keeps_its_values(
 ) -> None:
     packed, values = drawn(bits, shape, has_offsets=has_offsets)
     torch.testing.assert_close(dequantized(packed), values)
+
+
+@pytest.mark.parametrize("largest", [1e-20, 3e-5, 1.0, 1e20])
+@pytest.mark.parametrize("bits", RANGES)
+def test_factors_of_every_magnitude_keep_eleven_bits(bits: int, largest: float) -> None:
+    compile_quant_linear(torch.float32, bits=bits)
+    scales = largest * torch.logspace(-7, 0, 40)[:, None]
+    packed = pack_quantized(torch.ones(40, 128).char(), scales, 2 * scales, None, bits=bits)
+    expected = 3 * scales.expand(40, 128)
+    torch.testing.assert_close(dequantized(packed), expected, rtol=2**-11, atol=0)
+    got = quant_linear(torch.ones(1, 128), packed)
+    torch.testing.assert_close(got, 128 * expected[:, :1].t(), rtol=2**-10, atol=0)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 3, 4, 5, 8, 9, 300])

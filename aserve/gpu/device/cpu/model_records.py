@@ -49,7 +49,7 @@ from aserve_kernels.row_columns import FLOAT_COLUMNS, INT_COLUMNS
 PLAIN_INPUTS = JoinedInputs()
 LayerStack: TypeAlias = Decoder | StagedDecoder | DraftDecoder
 NO_FACTORS = np.empty(0, np.float32)
-Product: TypeAlias = tuple[int, ...]  # the fields of PRODUCT
+Product: TypeAlias = tuple[float, ...]  # the fields of PRODUCT
 Values: TypeAlias = Mapping[str, float | Product]
 
 
@@ -248,10 +248,10 @@ class ModelRecords:
         if isinstance(packed, TiledLinear):
             arrays: tuple[npt.NDArray[Any], ...] = (packed.packed, packed.bias, NO_FACTORS)
             called = tiles_product(self._dtype, packed.stored)
-            return called.address, *map(_address, arrays), *sizes, 0, 0
+            return called.address, *map(_address, arrays), *sizes, 0, 0, 0.0
         weight = packed.weight
         arrays = (weight.codes, weight.bias, weight.factors)
-        numbers = (*sizes, weight.group, weight.per_group)
+        numbers = (*sizes, weight.group, weight.per_group, float(weight.unit))
         return codes_product(self._dtype, weight.bits).address, *map(_address, arrays), *numbers
 
     def _norm(self, norm: Norm) -> int:
