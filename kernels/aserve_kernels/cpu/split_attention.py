@@ -8,7 +8,8 @@ Query rows and outputs are split (split_rows.py). Sums have the same order, howe
 tokens there are.
 
 PERF: AVX2, two threads, 8 rows of 100, 1,000 and 4,000 tokens, 16 heads and 8 KV heads of 128, time
-over that with tiles that are widened head by head: 0.82, 0.61, 0.77.
+over that with tiles that are widened head by head: 0.82, 0.61, 0.77. With two query rows at once,
+and prefetches that are spread over the products, 0.92, 0.89, 0.89 of that (128 tokens, not 100).
 """
 
 from __future__ import annotations
