@@ -13,7 +13,7 @@ import torch
 from aserve_kernels.cpu import paged_attention as op
 from aserve_kernels.cpu.host_rows import QueryRows
 from aserve_kernels.paged_rows import Scoring
-from tests.kernels.cpu.rows_case import Case, make
+from tests.kernels.cpu.rows_case import PAGE_SIZE, Case, make
 
 ROWS = ((1, 1), (3, 64), (1, 65), (40, 150))
 
@@ -60,6 +60,24 @@ def test_queries_of_float32_read_keys_and_values_of_bfloat16(
 def with_bfloat16_kv(case: Case) -> Case:
     keys, values = (tensor.to(torch.bfloat16) for tensor in (case.keys, case.values))
     return dataclasses.replace(case, keys=keys, values=values)
+
+
+@pytest.mark.parametrize(
+    "dtypes",  # of queries and of KV
+    [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16,) * 2],
+    ids=str,
+)
+def test_what_lies_before_the_window_is_not_read(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """Its pages may be another row's by then, with whatever that one has."""
+    dtype, kv_dtype = dtypes
+    op.compile_paged_attention(dtype, 1, kv_dtype)
+    scoring, attend = Scoring(0.3, 50), partial(op.paged_attention, num_workers=1)
+    case = make(((3, 150),), head_dim=32, dtype=dtype, kv_dtype=kv_dtype)
+    expected = case.attended(attend, scoring)
+    before = np.arange(150 - 3 - 50 + 1)
+    slots = case.rows.page_table[0, before // PAGE_SIZE] * PAGE_SIZE + before % PAGE_SIZE
+    case.keys[slots] = case.values[slots] = torch.nan
+    assert torch.equal(case.attended(attend, scoring), expected)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
