@@ -11,10 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import functools
-from collections.abc import AsyncIterator, Set
+import itertools
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Set
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import aiohttp
 import msgspec
@@ -25,7 +29,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from aserve.errors import AserveError, EngineDead, NotFound
 from aserve.http.errors import RequestFailed, info_of, refused
 from aserve.http.intake import INTAKE
-from aserve.http.peers import FORWARDED, PASSED_ON, RAW_BODY, Peers, owner_of
+from aserve.http.peers import EXPIRES, FORWARDED, PASSED_ON, RAW_BODY, Peers, owner_of
 from aserve.http.route import METRICS, Route
 from aserve.http.state import REQUEST_ID, HttpContext
 from aserve.observability.metric_sums import summed
@@ -40,28 +44,36 @@ LOCAL = frozenset(
         *("/render", "/v1/chat/completions/render", "/apply-template"),
         *("/generate", "/generate_stream", "/completion", "/completions"),
         *("/api/chat", "/api/generate"),
+        *("/pause_generation", "/pause"),  # which tell all of them
     }
 )
 # These are about the open requests of all frontends: the answers are added up.
 MERGED = frozenset(
     {
-        *(METRICS, "/abort_request", "/pause_generation", "/continue_generation", "/is_paused"),
-        *("/v1/requests", "/load", "/live", "/pause", "/resume", "/abort_requests"),
+        *(METRICS, "/abort_request", "/continue_generation", "/is_paused"),
+        *("/v1/requests", "/load", "/live", "/resume", "/abort_requests"),
         *("/freeze_gc", "/set_trace_level"),
     }
 )
 # These go to the frontend that made the id.
-BY_ID = frozenset({"/v1/requests/{id}", "/v1/requests/{id}/fork", "/v1/streams/{id}"})
+FORK = "/v1/requests/{id}/fork"
+BY_ID = frozenset({"/v1/requests/{id}", FORK, "/v1/streams/{id}"})
 
 LAST_EVENT_ID = "Last-Event-ID"
 CONNECT_S = 5.0
+# For what a frontend does at once: one that is stopped, or whose event loop stands still, does not.
+# An engine is stuck after the same time. A frontend that goes on later than BEGIN_S does nothing of
+# what was asked meanwhile, because the others have given up then, or will have.
+ANSWER_S = 10.0
+BEGIN_S = 8.0
 # Headers of one connection (RFC 9110, 7.6.1), and those that the connection between frontends has.
 # `end_to_end` adds those that Connection names.
 HOP_BY_HOP = frozenset(
     name.lower()
     for name in (
         *(hdrs.CONNECTION, hdrs.KEEP_ALIVE, hdrs.PROXY_AUTHENTICATE, hdrs.PROXY_AUTHORIZATION),
-        *(hdrs.TRAILER, hdrs.TRANSFER_ENCODING, hdrs.UPGRADE, hdrs.EXPECT, FORWARDED),
+        *(hdrs.TRAILER, hdrs.TRANSFER_ENCODING, hdrs.UPGRADE, hdrs.EXPECT),
+        *(FORWARDED, EXPIRES),
         *("Proxy-Connection", hdrs.TE),
         *(hdrs.SEC_WEBSOCKET_KEY, hdrs.SEC_WEBSOCKET_VERSION, hdrs.SEC_WEBSOCKET_EXTENSIONS),
         *(hdrs.SEC_WEBSOCKET_PROTOCOL, hdrs.SERVER, hdrs.DATE),
@@ -74,6 +86,8 @@ SENT_CODES[1015] = SENT_CODES[1006]
 JSON = (hdrs.CONTENT_TYPE, "application/json")
 SKIPPED = (hdrs.USER_AGENT, hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.CONTENT_TYPE)
 GONE = (aiohttp.ClientConnectionError, OSError)
+
+T = TypeVar("T")
 
 
 def forwarded(route: Route, context: HttpContext) -> Route:
@@ -89,17 +103,27 @@ def forwarded(route: Route, context: HttpContext) -> Route:
 async def _dispatch(route: Route, request: web.Request, context: HttpContext) -> web.StreamResponse:
     peers = context.peers
     if peers.is_forwarded(request):
+        _check_time(request, context)
         return await route.handler(request, context)
     if route.path in MERGED:
         return await _ask_all(route, request, peers)
     if route.path in BY_ID:
-        return await _ask_by_id(request, peers)
+        return await _ask_by_id(route, request, peers)
     target = peers.number if route.path in LOCAL else 0
     if request.headers.get(LAST_EVENT_ID):
         target = owner_of(request.headers[LAST_EVENT_ID])
     if target != peers.number:
         return await _forward(request, context, target)
     return await _serve(route, request, context)
+
+
+def _check_time(request: web.Request, context: HttpContext) -> None:
+    """Refuses what other frontends wait for no more. If the first one refuses, the others may have
+    done it, and get its state again.
+    """
+    if time.monotonic() > float(request.headers.get(EXPIRES, "inf")):
+        context.state.share()
+        raise EngineDead(f"this frontend did not run for {BEGIN_S:g} s, and goes on")
 
 
 async def _serve(route: Route, request: web.Request, context: HttpContext) -> web.StreamResponse:
@@ -135,21 +159,23 @@ async def _forward(
 
 @contextlib.asynccontextmanager
 async def _asked(
-    request: web.Request, peers: Peers, target: int, data: Any
+    request: web.Request, peers: Peers, target: int, data: Any, *, limit_s: float | None = None
 ) -> AsyncIterator[aiohttp.ClientResponse]:
+    """`limit_s` is for the beginning of the answer."""
     request[PASSED_ON] = True
-    async with (
-        _session(peers, target) as session,
-        session.request(
+    async with _session(peers, target) as session:
+        asked = session.request(
             request.method,
             request.url.with_scheme("http"),
-            headers=_headers(request, peers),
+            headers=_headers(request, peers, expires=limit_s is not None),
             data=data,
             skip_auto_headers=SKIPPED,
             allow_redirects=False,
-        ) as answer,
-    ):
-        yield answer
+        )
+        async with asyncio.timeout(limit_s):
+            answer = await asked
+        async with answer:
+            yield answer
 
 
 def _session(peers: Peers, target: int) -> aiohttp.ClientSession:
@@ -161,8 +187,9 @@ def _session(peers: Peers, target: int) -> aiohttp.ClientSession:
     )
 
 
-def _headers(request: web.Request, peers: Peers) -> Headers:
-    return [*end_to_end(request.headers), (FORWARDED, peers.header_for(request))]
+def _headers(request: web.Request, peers: Peers, *, expires: bool = False) -> Headers:
+    headers = [*end_to_end(request.headers), (FORWARDED, peers.header_for(request))]
+    return [*headers, (EXPIRES, f"{time.monotonic() + BEGIN_S}")] if expires else headers
 
 
 def end_to_end(given: MultiMapping[str]) -> Headers:
@@ -249,27 +276,35 @@ async def _body_of(request: web.Request) -> bytes | None:
         return await intake.receive(request, held)
 
 
-async def _ask_by_id(request: web.Request, peers: Peers) -> web.StreamResponse:
+async def _ask_by_id(route: Route, request: web.Request, peers: Peers) -> web.StreamResponse:
     """Asks the frontend that made the id. An id may also be the client's own, so the others are
-    asked if that one does not know it.
+    asked if that one does not know it. All answers but that of a fork begin at once.
     """
     body = await _body_of(request)
     owner = owner_of(request.match_info["id"])
     numbers = sorted(peers.numbers(), key=lambda number: number == owner, reverse=True)
     for number in numbers:
-        with contextlib.suppress(aiohttp.ClientConnectorError):
-            is_last = number == numbers[-1]
-            response = await _known(request, peers, number, body, is_last=is_last)
-            if response is not None:
-                return response
+        limit_s = None if route.path == FORK else ANSWER_S
+        asked = _asked(request, peers, number, body, limit_s=limit_s)
+        try:
+            response = await _known(request, asked, is_last=number == numbers[-1])
+        except aiohttp.ClientConnectorError:
+            continue  # it has ended
+        except TimeoutError:
+            raise _silence([number], route.path, ANSWER_S) from None
+        if response is not None:
+            return response
     raise NotFound("The frontend that made this id has ended.")
 
 
 async def _known(
-    request: web.Request, peers: Peers, number: int, body: bytes | None, *, is_last: bool
+    request: web.Request,
+    asked: AbstractAsyncContextManager[aiohttp.ClientResponse],
+    *,
+    is_last: bool,
 ) -> web.StreamResponse | None:
     """Returns None if the frontend does not know the id and is not the last one to be asked."""
-    async with _asked(request, peers, number, body) as answer:
+    async with asked as answer:
         if answer.status == NotFound.status and not is_last:
             return None
         return await _passed_on(answer, request)
@@ -285,8 +320,8 @@ class _Answer:
 async def _ask_all(route: Route, request: web.Request, peers: Peers) -> web.Response:
     """Adds up the answers of all frontends. The answer is an error if one of them is."""
     body = await _body_of(request)
-    asked = [_whole(request, peers, number, body) for number in peers.numbers()]
-    answers = [answer for answer in await asyncio.gather(*asked) if answer is not None]
+    ask = functools.partial(_whole, request, peers, body=body)
+    answers = await _of_all(route.path, peers, ask, wait_s=0)
     failed = [answer for answer in answers if answer.status >= 400]
     if failed:
         first = failed[0]
@@ -299,38 +334,73 @@ async def _ask_all(route: Route, request: web.Request, peers: Peers) -> web.Resp
     return web.Response(body=data, content_type="application/json")
 
 
-async def tell_all(request: web.Request, peers: Peers, path: str, body: bytes) -> dict[str, Any]:
-    """Posts a JSON body to another path of every frontend, with the key of `request`. Returns the
-    sum of their answers, or one that is an error.
+async def tell_all(
+    request: web.Request, peers: Peers, path: str, body: bytes, *, wait_s: float
+) -> dict[str, Any]:
+    """Posts a JSON body to another path of every frontend, with the key of `request`. Each may wait
+    for `wait_s` before it answers. Returns the sum of their answers, or one that is an error.
     """
-    headers = [pair for pair in _headers(request, peers) if pair[0].lower() not in OF_A_BODY]
+    given = _headers(request, peers, expires=True)
+    headers = [pair for pair in given if pair[0].lower() not in OF_A_BODY]
     url = request.url.with_scheme("http").with_path(path)
 
-    async def tell(number: int) -> dict[str, Any] | None:
-        try:
-            async with (
-                _session(peers, number) as session,
-                session.post(url, data=body, headers=[*headers, JSON]) as answer,
-            ):
-                found: dict[str, Any] = await answer.json()
-                return found
-        except GONE:
-            return None
+    async def tell(number: int) -> dict[str, Any]:
+        async with (
+            _session(peers, number) as session,
+            session.post(url, data=body, headers=[*headers, JSON]) as answer,
+        ):
+            found: dict[str, Any] = await answer.json()
+            return found
 
-    told = [each for each in await asyncio.gather(*map(tell, peers.numbers())) if each is not None]
+    told = await _of_all(path, peers, tell, wait_s=wait_s)
     failed = [each for each in told if "error" in each]
     return failed[0] if failed else merged(told)
 
 
-async def _whole(
-    request: web.Request, peers: Peers, number: int, body: bytes | None
-) -> _Answer | None:
-    """Returns None for a frontend that has ended."""
-    try:
-        async with _asked(request, peers, number, body) as answer:
-            data = await answer.read()
-    except GONE:
-        return None
+async def _of_all(
+    path: str, peers: Peers, ask: Callable[[int], Awaitable[T]], *, wait_s: float
+) -> list[T]:
+    """Returns the answers of the frontends that have not ended, and raises if one of them gives
+    none in time. The others have done then what they were asked for. What it missed of the state
+    that all share, it gets from the first frontend, over the link, when it goes on.
+    """
+    limit_s = ANSWER_S + wait_s
+    silent: list[int] = []
+
+    async def within_limit(number: int) -> list[T]:
+        try:
+            async with asyncio.timeout(limit_s):
+                return [await ask(number)]
+        except TimeoutError:
+            silent.append(number)
+        except GONE as error:
+            if _is_full(error):
+                silent.append(number)
+        return []
+
+    answers = await asyncio.gather(*map(within_limit, peers.numbers()))
+    if silent:
+        raise _silence(silent, path, limit_s)
+    return list(itertools.chain(*answers))
+
+
+def _silence(numbers: list[int], path: str, limit_s: float) -> EngineDead:
+    return EngineDead(
+        f"Frontends {numbers} have not answered {path} within {limit_s:g} s; the others do what "
+        "they are asked for. Let these processes go on, or end them: then they are started again.",
+        code="frontend_silent",
+        retry_after_s=ANSWER_S,
+    )
+
+
+def _is_full(error: BaseException) -> bool:
+    """Returns whether a process listens, but lets too many connections wait."""
+    return isinstance(error, OSError) and error.errno == errno.EAGAIN
+
+
+async def _whole(request: web.Request, peers: Peers, number: int, *, body: bytes | None) -> _Answer:
+    async with _asked(request, peers, number, body, limit_s=ANSWER_S) as answer:
+        data = await answer.read()
     return _Answer(answer.status, answer.content_type, data)
 
 

@@ -16,6 +16,7 @@ import msgspec
 from aiohttp import web
 
 FORWARDED = "X-Aserve-Forwarded"
+EXPIRES = "X-Aserve-Expires"  # with the time of the machine's clock after which nobody waits for it
 RAW_BODY = web.RequestKey("raw_body", bytes)  # for a request that may have to be forwarded
 PASSED_ON = web.RequestKey("passed_on", bool)  # other frontends handle it
 ID = re.compile(r"[0-9a-f]{32}\.([0-9]{1,9})")

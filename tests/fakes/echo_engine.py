@@ -24,6 +24,7 @@ from aserve.amendments import amended_admit
 from aserve.channel import Channel
 from aserve.config import ServerOptions
 from aserve.errors import ErrorInfo, InvalidRequest
+from aserve.http.peers import ALONE, Peers
 from aserve.http.server import HttpServer
 from aserve.http.state import HttpContext, ServerState
 from aserve.http.tokenize_service import TokenizeService
@@ -229,6 +230,7 @@ class EchoEngine:
         receipts: FactFinder | None = None,
         keep_alive_s: float = 15.0,
         heartbeat_s: float = 60.0,
+        peers: Peers = ALONE,
         **options: Any,
     ) -> None:
         self.tokenizer = tokenizer or byte_level_tokenizer()
@@ -275,6 +277,7 @@ class EchoEngine:
                 receipts=receipts,
                 keep_alive_s=keep_alive_s,
                 heartbeat_s=heartbeat_s,
+                peers=peers,
             )
         )
         self.url = ""

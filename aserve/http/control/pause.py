@@ -46,9 +46,12 @@ class PauseAnswer(msgspec.Struct):
 
 async def pause(request: web.Request, context: HttpContext, body: PauseBody) -> web.Response:
     """Refuses new requests until /continue_generation."""
-    if body.until_updated and not context.peers.is_forwarded(request):
+    check_range(body.timeout, "timeout")
+    if context.peers.is_forwarded(request):
+        return json_response(await _pause(request, context, body))
+    if body.until_updated:
         raise refused(400, "Only an update of the weights pauses the frontends until it is done.")
-    return json_response(await _pause(request, context, body))
+    return json_response(PauseAnswer(True, await pause_all(request, context, body)))
 
 
 async def pause_by_query(request: web.Request, context: HttpContext) -> web.Response:
@@ -60,7 +63,9 @@ async def pause_all(request: web.Request, context: HttpContext, body: PauseBody)
     """Pauses every frontend, and returns the number of requests that still run."""
     if not context.peers.are_several:
         return (await _pause(request, context, body)).num_running
-    answer = await tell_all(request, context.peers, PAUSE, msgspec.json.encode(body))
+    wait_s = body.timeout if body.mode == "wait" else 0
+    order = msgspec.json.encode(body)
+    answer = await tell_all(request, context.peers, PAUSE, order, wait_s=wait_s)
     if "num_running" not in answer:
         raise refused(400, f"A frontend could not be paused: {answer}")
     num_running: int = answer["num_running"]
@@ -68,7 +73,6 @@ async def pause_all(request: web.Request, context: HttpContext, body: PauseBody)
 
 
 async def _pause(request: web.Request, context: HttpContext, body: PauseBody) -> PauseAnswer:
-    check_range(body.timeout, "timeout")
     if body.until_updated:
         context.state.is_updating = True
     else:

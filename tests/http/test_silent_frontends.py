@@ -1,0 +1,118 @@
+"""One of two frontends has stopped: it listens, but answers nothing. The other one names it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aserve.host.threads import new_event_loop
+from aserve.http import forwarding
+from aserve.http.peers import EXPIRES, FORWARDED, Peers
+from tests.fakes.echo_engine import EchoEngine
+from tests.http.asking import Answer, ask, bearer
+
+ROOT = bearer("root")
+ASKED_OF_ALL: list[tuple[str, Any]] = [
+    ("/metrics", None),
+    ("/load", None),
+    ("/is_paused", None),
+    ("/v1/requests", None),
+    (f"/v1/requests/{'0' * 32}", None),
+    ("/abort_request", {"abort_all": True}),
+    ("/pause_generation", {"mode": "abort"}),
+    ("/pause_generation", {"mode": "wait", "timeout": 0.1}),
+    ("/pause?mode=abort", b""),
+    ("/continue_generation", {}),
+]
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(Peers(0, str(tmp_path)).socket_of(1))
+        listener.listen(8)
+        yield listener
+
+
+@pytest.fixture
+async def first(
+    stopped: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[EchoEngine]:
+    monkeypatch.setattr(forwarding, "ANSWER_S", 0.1)
+    peers = Peers(0, str(tmp_path), "secret")
+    async with EchoEngine(admin_api_key="root", peers=peers) as engine:
+        yield engine
+
+
+def assert_names_it(answer: Answer) -> None:
+    assert (answer.status, answer.error["code"]) == (503, "frontend_silent"), answer.text
+    assert answer.error["message"].startswith("Frontends [1] have not answered")
+
+
+@pytest.mark.parametrize(("path", "body"), ASKED_OF_ALL)
+async def test_what_all_frontends_are_asked_ends_with_an_error_that_names_the_stopped_one(
+    first: EchoEngine, path: str, body: Any
+) -> None:
+    assert_names_it(await ask(first, path, body, headers=ROOT))
+
+
+async def test_an_update_of_the_weights_that_a_stopped_frontend_holds_up_changes_nothing(
+    first: EchoEngine,
+) -> None:
+    for _ in range(2):
+        body = {"model_path": "any", "abort_all_requests": True}
+        assert_names_it(await ask(first, "/update_weights_from_disk", body, headers=ROOT))
+    assert (await ask(first, "/v1/completions", {"prompt": "abc"})).status == 200
+
+
+def test_a_stopped_frontend_with_too_many_connections_has_not_ended(
+    stopped: socket.socket, tmp_path: Path
+) -> None:
+    """The kernel refuses them at once, and uvloop passes that on."""
+
+    async def ask_for_metrics() -> Answer:
+        async with EchoEngine(peers=Peers(0, str(tmp_path), "secret")) as engine:
+            return await ask(engine, "/metrics")
+
+    stopped.listen(0)
+    with contextlib.ExitStack() as stack, asyncio.Runner(loop_factory=new_event_loop) as runner:
+        for _ in range(2):
+            waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
+            waiting.setblocking(False)
+            waiting.connect_ex(stopped.getsockname())
+        assert_names_it(runner.run(ask_for_metrics()))
+
+
+async def test_no_client_of_several_frontends_pauses_them_until_an_update_ends(
+    first: EchoEngine, stopped: socket.socket
+) -> None:
+    os.unlink(stopped.getsockname())
+    answer = await ask(first, "/pause_generation", {"until_updated": True}, headers=ROOT)
+    assert answer.status == 400
+    assert not first.state.is_held
+
+
+async def test_a_frontend_that_goes_on_does_nothing_of_what_it_was_asked_long_ago(
+    first: EchoEngine, stopped: socket.socket
+) -> None:
+    shared: list[None] = []
+    first.state.share = lambda: shared.append(None)
+    forwarded = ROOT | {FORWARDED: "secret 127.0.0.1"}
+    late = forwarded | {EXPIRES: f"{time.monotonic() - 1}"}
+    answer = await ask(first, "/pause_generation", {"mode": "abort"}, headers=late)
+    assert answer.status == 503
+    assert not first.state.is_held
+    assert shared, "the others may have been paused"
+    os.unlink(stopped.getsockname())
+    spoofed = ROOT | {EXPIRES: "0"}
+    for headers in (forwarded, spoofed):
+        answer = await ask(first, "/pause_generation", {"mode": "abort"}, headers=headers)
+        assert answer.status == 200, answer.text
