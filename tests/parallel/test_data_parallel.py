@@ -28,6 +28,7 @@ from aserve.messages.requests import AdmitRequest, Cancel
 from aserve.messages.step import ScheduleBatch
 from aserve.parallel.leader import ParallelExecutor
 from aserve.parallel.topology import RankLost
+from aserve.tiny import MODEL_DIR
 from tests.fakes.lora_adapters import write_adapter
 from tests.gpu.drive import Served, request, serve, serve_between
 from tests.parallel.test_rank_traces import (
@@ -52,7 +53,8 @@ from tests.parallel.test_ranks import (
 from tools.train_models.folder import MODELS_DIR, complete_folder
 
 TWO: dict[str, Any] = {"enable_dp_attention": True, "replicas": 2}
-MOVED = {"expert_parallel_size": 2, "all2all_backend": "deepep_low_latency", **MOVING}
+SUMMED = {"expert_parallel_size": 2, **MOVING}
+MOVED = {**SUMMED, "all2all_backend": "deepep_low_latency"}
 
 
 def counts_of(batches: list[ScheduleBatch], num_ranks: int = 2) -> list[tuple[int, ...]]:
@@ -162,16 +164,25 @@ def test_a_request_that_fails_on_its_rank_ends_alone_and_no_rank_waits(
     assert two.num_resyncs > 1
 
 
-@pytest.mark.parametrize("enable_lora", [False, True])
+@pytest.mark.parametrize(
+    ("name", "lora", "experts"),
+    [("", {}, {}), ("", {"enable_lora": True}, {}), ("moe", {}, SUMMED)],
+    ids=["plain", "adapters", "experts move"],
+)
 def test_steps_that_fail_between_collectives_are_tried_again_and_no_rank_waits(
-    enable_lora: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    lora: dict[str, Any],
+    experts: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every fourth step of rank 1 fails before a collective, as if an allocation did: before it
-    gathers tokens or slots, or in an MLP before its sum."""
-    options: dict[str, Any] = {"enable_lora": True} if enable_lora else {}
+    gathers tokens or slots, or in an MLP before its sum. Where experts move, it has counted the
+    tokens of that MLP by then."""
+    folder = complete_folder(MODELS_DIR / name, tmp_path / "model") if name else MODEL_DIR
     asked = [request(f"r{n}", [*range(3, 14 - n % 2)], max_tokens=20) for n in range(3)]
-    one = serve(loaded(**options), asked)
-    executor = joined(resolved_of(**TWO, **options), tmp_path / "store")
+    one = serve(loaded(folder, **lora), asked)
+    executor = joined(resolved_of(**TWO, **lora, **experts), tmp_path / "store", folder)
     executor.patience.seconds = 5.0
     [rank] = executor.ranks
     assert isinstance(rank, RankThread)

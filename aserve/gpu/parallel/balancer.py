@@ -4,6 +4,10 @@ All ranks route all tokens, so each of them counts the same tokens per expert, c
 placement, and moves a layer's weights between the same two forwards; nobody tells anybody. The
 copies of an expert take its tokens in turns.
 
+A forward of a layer is counted when its last half has ended. WHY: a data-parallel rank whose step
+fails in an MLP computes that one again (`JointForward`). Tokens that it counted twice would move
+its experts before those of the others, and elsewhere.
+
 Weights, counts and the table of slots stay where they are on the device, so that a captured graph
 counts, and reads what has moved. Its replays are counted by the host (`ExpertRanks.before_replay`).
 """
@@ -11,13 +15,15 @@ counts, and reads what has moved. Its replays are counted by the host (`ExpertRa
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from aserve.gpu.moe.dispatch import Dispatcher, Sent
+from aserve.gpu.layers.grouped_linear import Groups
+from aserve.gpu.moe.dispatch import Arrived, Combining, Dispatcher, Sent
 from aserve.gpu.moe.placement import balanced, balancedness
 from aserve.gpu.moe.routing import Routed
 from aserve.gpu.parallel.exchange import GroupExchange
@@ -131,19 +137,29 @@ class BalancedDispatcher:
         self._turns = Turns(slots, num_experts, device)
         self.counts_forwards = True  # False while a graph is captured
 
-    def count_forward(self) -> None:
-        """A forward begins. After `interval` of them, experts move before the next one."""
-        if self._num_forwards == self._interval:
-            self._rebalance()
+    def count_replay(self) -> None:
+        """A graph of a forward is about to be replayed."""
+        self._begin_forward()
         self._num_forwards += 1
 
     def start(self, x: Tensor, routed: Routed) -> Sent:
         if self.counts_forwards:
-            self.count_forward()
+            self._begin_forward()
         # Data-parallel ranks pad their tokens with zeros, which no token's normed input is.
         is_token = x.any(dim=1)[:, None].expand_as(routed.experts)
-        self._loads.scatter_add_(0, routed.experts.flatten(), is_token.flatten().long())
-        return self._inner.start(x, Routed(self._turns(routed.experts), routed.weights))
+        sent = self._inner.start(x, Routed(self._turns(routed.experts), routed.weights))
+        return _CountedSent(sent, partial(self._count, routed.experts, is_token))
+
+    def _begin_forward(self) -> None:
+        """After `interval` forwards, experts move before the next one."""
+        if self._num_forwards == self._interval:
+            self._rebalance()
+
+    def _count(self, experts: Tensor, is_token: Tensor) -> None:
+        """Both [tokens, k]."""
+        self._loads.scatter_add_(0, experts.flatten(), is_token.flatten().long())
+        if self.counts_forwards:
+            self._num_forwards += 1
 
     def restart(self) -> None:
         """The ranks have new weights, which are where those of the start were."""
@@ -169,3 +185,46 @@ class BalancedDispatcher:
     def _place(self, slots: tuple[int, ...]) -> None:
         self.slots = slots
         self._turns.place(slots)
+
+
+@dataclass(frozen=True, slots=True)
+class _CountedSent:
+    """A `Sent` whose last half counts."""
+
+    inner: Sent
+    count: Callable[[], None]
+
+    def finish(self) -> _CountedRows:
+        return _CountedRows(self.inner.finish(), self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class _CountedRows:
+    """Its `Arrived`."""
+
+    inner: Arrived
+    count: Callable[[], None]
+
+    @property
+    def x(self) -> Tensor:
+        return self.inner.x
+
+    @property
+    def groups(self) -> Groups:
+        return self.inner.groups
+
+    def combine(self, y: Tensor) -> _CountedSums:
+        return _CountedSums(self.inner.combine(y), self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class _CountedSums:
+    """Its `Combining`."""
+
+    inner: Combining
+    count: Callable[[], None]
+
+    def finish(self) -> Tensor:
+        sums = self.inner.finish()
+        self.count()
+        return sums

@@ -75,7 +75,7 @@ class ExpertRanks:
         """A graph of a forward is about to be replayed."""
         self._prepare_kernels()
         for dispatcher in self.balanced:
-            dispatcher.count_forward()
+            dispatcher.count_replay()
 
     @contextmanager
     def capturing(self) -> Iterator[None]:

@@ -112,7 +112,9 @@ def test_padding_is_no_load() -> None:
     )
     x = torch.zeros(5, HIDDEN)
     x[1], x[3, 2] = 1.0, -0.5
-    balancer.start(x, Routed(torch.tensor([[0, 1]] * 3 + [[1, 3]] * 2), torch.ones(5, 2)))
+    sent = balancer.start(x, Routed(torch.tensor([[0, 1]] * 3 + [[1, 3]] * 2), torch.ones(5, 2)))
+    arrived = sent.finish()
+    arrived.combine(arrived.x).finish()
     assert balancer._loads.tolist() == [1, 2, 0, 1, 0]
 
 
