@@ -153,7 +153,7 @@ class Router:
         if self.balancer.find(owner) is None:
             owner = ""
         if not owner and is_for_all(request.method, request.path):
-            return await ask_everyone(call, self._asked())
+            return await ask_everyone(call, self._asked(), request.path)
         demand = Demand(block_digests(facts.prompt), self._session(request, facts), owner)
         exchange = Exchange(request, call, demand, named=named[:1] if named[0] else [])
         if not owner and named[0]:

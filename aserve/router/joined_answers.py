@@ -17,21 +17,25 @@ from aserve.router.metrics import RouterMetrics
 from aserve.router.upstream import GONE, Call, Upstream, Whole
 
 LISTS = frozenset({"/v1/models", "/v1/files", "/v1/batches", "/v1/requests"})
-# Settings, weights and caches, which all replicas have: every one of them is told.
+# Weights and caches, which all replicas have: every one of them is told.
 TO_ALL = frozenset(
     {
-        *("/abort_request", "/pause_generation", "/continue_generation", "/pause", "/resume"),
+        *("/abort_request", "/abort_requests", "/freeze_gc", "/set_trace_level"),
+        *("/pause_generation", "/continue_generation", "/pause", "/resume"),
         *("/flush_cache", "/reset_prefix_cache", "/sleep", "/wake_up", "/is_paused", "/load"),
         *("/release_memory_occupation", "/resume_memory_occupation"),
-        *("/start_profile", "/stop_profile", "/update_weights_from_disk"),
+        *("/start_profile", "/stop_profile", "/weights_checker"),
+        *("/update_weights_from_disk", "/update_weights_from_tensor", "/update_weight_version"),
         *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
         *("/load_lora_adapter", "/unload_lora_adapter"),
     }
 )
+# Changes of settings, whose numbers are not added up.
+SETTINGS = frozenset({"/settings", "/configure_logging", "/set_internal_state"})
 
 
 def is_for_all(method: str, path: str) -> bool:
-    return path in TO_ALL or (method == hdrs.METH_GET and path in LISTS)
+    return path in TO_ALL or path in (LISTS if method == hdrs.METH_GET else SETTINGS)
 
 
 async def ask_all(call: Call, upstreams: Sequence[Upstream]) -> list[Whole]:
@@ -50,14 +54,14 @@ async def ask_all(call: Call, upstreams: Sequence[Upstream]) -> list[Whole]:
     return found
 
 
-async def ask_everyone(call: Call, upstreams: Sequence[Upstream]) -> web.Response:
+async def ask_everyone(call: Call, upstreams: Sequence[Upstream], path: str) -> web.Response:
     """Joins the answers. The answer is an error if one of them is, and the first one if that is no
-    JSON.
+    JSON, or of settings.
     """
     answers = await ask_all(call, upstreams)
     first = next((answer for answer in answers if answer.status >= 400), answers[0])
     decoded = [json_in(answer) for answer in answers]
-    if first.status >= 400 or decoded[0] is None:
+    if first.status >= 400 or decoded[0] is None or path in SETTINGS:
         return _response(first)
     whole = msgspec.json.encode(joined([each for each in decoded if each is not None]))
     return _response(Whole(first.status, first.content_type, whole))

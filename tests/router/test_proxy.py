@@ -16,6 +16,8 @@ from aiohttp import (
 )
 
 from aserve.errors import ConfigError
+from aserve.http.control.weights import ELSEWHERE
+from aserve.http.routes import ROUTES
 from aserve.router.run import RouterServer
 from aserve.router.upstream import check_address
 from tests.router.routed import ADMIN, CHUNKED, OK, StandIn, routed, written
@@ -520,6 +522,41 @@ async def test_lists_of_replicas_that_differ_are_joined_as_far_as_they_can_be() 
 async def test_server_info_is_the_routers_alone_where_a_replica_has_none(body: bytes) -> None:
     async with routed(StandIn(answered(body))) as (client, _), client.get("/server_info") as got:
         assert (got.status, list(await got.json())) == (200, ["router"])
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        (route.method, route.path)
+        for route in ROUTES
+        if route.admin and route.method != "GET" and route.path not in ELSEWHERE
+    ],
+)
+async def test_what_an_administrator_changes_is_changed_on_all_replicas(
+    method: str, path: str
+) -> None:
+    replicas = [StandIn(answered(b'{"success":true}')) for _ in range(2)]
+    async with (
+        routed(*replicas) as (client, _),
+        client.request(method, path, json={}, headers=ADMIN) as got,
+    ):
+        assert (got.status, await got.json()) == (200, {"success": True})
+    assert [[each.line for each in replica.asked] for replica in replicas] == [
+        [f"{method} {path} HTTP/1.1"]
+    ] * 2
+
+
+@pytest.mark.parametrize("path", ["/settings", "/configure_logging"])
+async def test_settings_of_replicas_are_not_added_up(path: str) -> None:
+    settings = b'{"version":2,"max_queue":512}'
+    replicas = [StandIn(answered(settings)) for _ in range(2)]
+    async with routed(*replicas) as (client, _):
+        method = "PATCH" if path == "/settings" else "POST"
+        async with client.request(method, path, json={"max_queue": 512}) as got:
+            assert await got.read() == settings
+        async with client.get(path) as got:
+            assert await got.read() == settings
+    assert sorted(len(each.asked) for each in replicas) == [1, 2], "one of them is read"
 
 
 async def test_lists_and_metrics_of_all_replicas_are_joined() -> None:
