@@ -78,12 +78,14 @@ def rounded_to_8_bits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def rounded_to_4_bits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """weight float32 [out, in] -> codes int8 [out, in] from -8 to 7, scales and offsets
-    [out, groups], which span the weights of each group. A layer whose inputs are no whole groups
-    has one group."""
+    [out, groups], which span the weights of each group. Equal weights are the offset alone, of
+    which a device may keep fewer bits. A layer whose inputs are no whole groups has one group."""
     num_in = weight.shape[1]
     groups = weight.unflatten(1, (-1, num_in if num_in % GROUP else GROUP))
     low, high = groups.aminmax(dim=2, keepdim=True)
-    scales = torch.where(high > low, (high - low) / INT4_MAX, 1)
+    are_equal = ~(high > low)
+    scales = torch.where(are_equal, 1, (high - low) / INT4_MAX)
     codes = ((groups - low) / scales).round_().clamp_(0, INT4_MAX) - int4.MIDDLE
-    offsets = low + int4.MIDDLE * scales
+    codes.masked_fill_(are_equal, 0)
+    offsets = torch.where(are_equal, low, low + int4.MIDDLE * scales)
     return codes.flatten(1).to(torch.int8), scales.squeeze(2), offsets.squeeze(2)
