@@ -156,7 +156,8 @@ class BalancedDispatcher:
             self._rebalance()
 
     def _count(self, experts: Tensor, is_token: Tensor) -> None:
-        """Both [tokens, k]."""
+        """Counts a forward: its routed experts [tokens, k], but for those of padding, where
+        `is_token` [tokens, k] is False."""
         self._loads.scatter_add_(0, experts.flatten(), is_token.flatten().long())
         if self.counts_forwards:
             self._num_forwards += 1
@@ -189,7 +190,7 @@ class BalancedDispatcher:
 
 @dataclass(frozen=True, slots=True)
 class _CountedSent:
-    """A `Sent` whose last half counts."""
+    """A dispatch that counts a forward when its last half has ended, after the sums."""
 
     inner: Sent
     count: Callable[[], None]
@@ -200,7 +201,7 @@ class _CountedSent:
 
 @dataclass(frozen=True, slots=True)
 class _CountedRows:
-    """Its `Arrived`."""
+    """The rows that have arrived by such a dispatch."""
 
     inner: Arrived
     count: Callable[[], None]
@@ -219,7 +220,7 @@ class _CountedRows:
 
 @dataclass(frozen=True, slots=True)
 class _CountedSums:
-    """Its `Combining`."""
+    """The sums of such a dispatch, which counts when they are there."""
 
     inner: Combining
     count: Callable[[], None]

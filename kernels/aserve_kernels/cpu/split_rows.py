@@ -169,14 +169,15 @@ class _Split(TileEmitter):
     __slots__ = ()
 
     def vectors(self, data: Any, start: Any, vector: ir.Type) -> Any:
-        """The address of data[start], where such vectors begin."""
+        """Returns the address of data[start] as that of a vector of this type."""
         address = self._builder.gep(data, [start])
         return self._builder.bitcast(address, vector.as_pointer())
 
     def add(self, sums: list[list[Any]], x: list[Any], stored: list[Any], step: Any) -> None:
         """Adds the products of 32 elements: sums[row][i] += x[row] * stored[i].
 
-        PERF: they are loaded twice, because no register is left. LLVM must not know.
+        PERF: stored pairs are loaded once for each half, because no register is left to keep them
+        in. LLVM must not know.
         """
         builder, vectors = self._builder, LANES // FLOATS.count  # of the even ones
         first = builder.mul(step, INDEX(2 * vectors))
@@ -187,17 +188,9 @@ class _Split(TileEmitter):
             for number, row in enumerate(stored):
                 address = self._opaque(builder.gep(row, [pair]))
                 pairs = builder.load(address, align=2)
-                widened = self._odd(pairs) if half else self._even(pairs)
+                widened = self._high(pairs) if half else self._low(pairs)
                 for row_sums, factor in zip(sums, factors, strict=True):
                     self._add_to(row_sums[number], factor, widened)
-
-    def _even(self, pairs: Any) -> Any:
-        words = self._builder.shl(pairs, ir.Constant(WORDS, [16] * WORDS.count))
-        return self._builder.bitcast(words, FLOATS)
-
-    def _odd(self, pairs: Any) -> Any:
-        words = self._builder.and_(pairs, ir.Constant(WORDS, [0xFFFF0000] * WORDS.count))
-        return self._builder.bitcast(words, FLOATS)
 
     def _add_to(self, variable: Any, left: Any, right: Any) -> None:
         name, total = f"llvm.fmuladd.v{FLOATS.count}f32", self._builder.load(variable)
@@ -214,7 +207,7 @@ def _score_rows(
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         def fields(kind: Any, number: int) -> list[Any]:
-            """Those of a record, of which the arrays are addresses."""
+            """Returns the fields of a record. An array becomes its address."""
             values = [builder.extract_value(args[number], i) for i in range(len(kind))]
             return [
                 context.make_array(each)(context, builder, value).data

@@ -266,12 +266,16 @@ class TileEmitter:
         return emit_call(self._builder, name, *args, result=result)
 
     def _low(self, pairs: Any) -> Any:
-        shifted = self._builder.shl(pairs, ir.Constant(INT32X16, [16] * LANES))
-        return self._builder.bitcast(shifted, FLOAT32X16)
+        """Returns the first elements of pairs of bfloat16 as float32."""
+        lanes = pairs.type.count
+        shifted = self._builder.shl(pairs, ir.Constant(pairs.type, [16] * lanes))
+        return self._builder.bitcast(shifted, ir.VectorType(ir.FloatType(), lanes))
 
     def _high(self, pairs: Any) -> Any:
-        mask = ir.Constant(INT32X16, [0xFFFF0000] * LANES)
-        return self._builder.bitcast(self._builder.and_(pairs, mask), FLOAT32X16)
+        """Returns the second elements of pairs of bfloat16 as float32."""
+        lanes = pairs.type.count
+        masked = self._builder.and_(pairs, ir.Constant(pairs.type, [0xFFFF0000] * lanes))
+        return self._builder.bitcast(masked, ir.VectorType(ir.FloatType(), lanes))
 
 
 @overload(multiply_tile, strict=False, prefer_literal=True)
