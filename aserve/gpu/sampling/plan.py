@@ -24,6 +24,7 @@ PENALTY = 4
 BIAS = 8  # a logit bias, or end tokens before the minimum length
 BAN = 16  # allowed ids, or bad words
 SCORE = 32  # logprobs
+NO_INDICES = np.empty(0, np.int32)
 
 
 class RowParams:
@@ -82,9 +83,12 @@ class RowParams:
         every = int(np.bitwise_or.reduce(needs, initial=PLAIN))
 
         def indices(kind: int) -> ArrayI32:
-            return _indices(needs, kind) if every & kind else np.empty(0, np.int32)
+            return _indices(needs, kind) if every & kind else NO_INDICES
 
-        scored = indices(SCORE)
+        scored, raw_indices, num_top = indices(SCORE), NO_INDICES, 0
+        if len(scored):
+            raw_indices = _indices(self._raw_logprobs[rows[scored]])
+            num_top = min(int(self._num_logprobs[rows[scored]].max()), vocab_size)
         return SamplePlan(
             num=len(rows),
             max_len=max_len,
@@ -95,8 +99,8 @@ class RowParams:
             biases=self._biases(rows, indices(BIAS)),
             bans=self._plan_bans(rows, indices(BAN)),
             scored=scored,
-            raw_indices=_indices(self._raw_logprobs[rows[scored]]),
-            num_top=min(int(self._num_logprobs[rows[scored]].max(initial=0)), vocab_size),
+            raw_indices=raw_indices,
+            num_top=num_top,
         )
 
     def _max_top_k(self, rows: ArrayI32, vocab_size: int) -> int:

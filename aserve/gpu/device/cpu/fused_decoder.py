@@ -34,7 +34,7 @@ from aserve.gpu.models.base import CausalModel, HiddenCapture
 from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.parallel.stages import StagedDecoder
 from aserve.gpu.step.forward_batch import ForwardBatch
-from aserve.gpu.step.plan import LogitsPlan, StepPlan
+from aserve.gpu.step.plan import LogitsPlan, StepPlan, are_among
 from aserve.gpu.step.resolve import DeviceState
 from aserve.gpu.step.results import Layout, Packed
 from aserve.messages.requests import stamp_of
@@ -169,7 +169,7 @@ class CompiledForward:
     def _share(self, plan: StepPlan) -> _Shared:
         rows, logits = plan.rows.astype(np.int64), plan.logits
         query_lens, num_drafts = plan.query_lens.astype(np.int64), plan.num_drafts.astype(np.int64)
-        is_sampled = np.isin(plan.rows, logits.rows).astype(np.int64)
+        is_sampled = are_among(rows, logits.rows).astype(np.int64)
         windows = (1 + num_drafts) * is_sampled
         num_samples, num_logits = len(logits.rows), int(windows.sum())
         width = int(windows.max(initial=1))
