@@ -1,7 +1,7 @@
 """A GEMM with a weight that is packed once: y = x W^T + b. Threads share the outputs.
 
-The micro-kernels are in tiles.py and wide_tiles.py. An output is summed in one order, whatever
-other rows and threads there are, so a row's result is the same in every batch.
+The micro-kernels are in tiles.py, block_pairs.py and wide_tiles.py. An output is summed in one
+order, whatever other rows and threads there are, so a row's result is the same in every batch.
 
 PERF: Qwen3-0.6B's layers in bfloat16, one thread of an AVX512-bf16 machine, GB/s of weights at 1,
 4, 8, 16 rows against those of oneDNN's packed weights: 23, 25, 20, 6 against 13, 15, 11, 4. With
@@ -21,10 +21,19 @@ from numba import njit, prange, types
 from torch import Tensor
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, numba_type
+from aserve_kernels.cpu.block_pairs import THREE, multiply_pair
 from aserve_kernels.cpu.memory import FLOAT32_LIKE, array_at, scratch
 from aserve_kernels.cpu.precompile import NO_REFCOUNT, Callback, cached_njit, compile_ahead
 from aserve_kernels.cpu.product import LIKE, RECORD_LIKE, compile_product
-from aserve_kernels.cpu.tiles import OUTPUTS, ROWS, multiply_tile, outputs_of, prefetched_by
+from aserve_kernels.cpu.simd import HAS_AVX512
+from aserve_kernels.cpu.tiles import (
+    NEXT_BYTES,
+    OUTPUTS,
+    ROWS,
+    multiply_tile,
+    outputs_of,
+    prefetched_by,
+)
 from aserve_kernels.cpu.wide_tiles import multiply_wide
 
 Int32s: TypeAlias = npt.NDArray[np.int32]
@@ -176,36 +185,63 @@ def multiply_whole(
 def multiply_blocks(
     x: Floats, packed: Floats, bias: Float32s, out: Floats, first: int, last: int
 ) -> None:
-    """Does so in tiles of at most eight rows."""
+    """Does so in tiles of at most eight rows. Blocks are taken in pairs where the last of several
+    tiles has three rows, which are multiplied by both blocks at once."""
     num_rows, num_in = x.shape
-    num_out = out.shape[1]
+    num_out, size = out.shape[1], OUTPUTS * num_in
     inputs, outputs = x.reshape(-1), out.reshape(-1)
-    rows = max(ROWS, BLOCK_BYTES // (num_in * x.itemsize) // ROWS * ROWS)
-    for start in range(0, num_rows, rows):
-        end = min(num_rows, start + rows)
-        num_tiles = -(-(end - start) // ROWS)
-        for output in range(first, last, OUTPUTS):
-            weights = packed[output * num_in : (output + OUTPUTS) * num_in]
-            block_bias = bias[output : output + OUTPUTS]
-            row = start
-            for tile in range(num_tiles):
-                rows_of_tile, target = inputs[row * num_in :], outputs[row * num_out + output :]
-                following = prefetched_by(tile, num_tiles, packed, output * num_in, len(weights))
-                blocks = (weights, following)
-                size = _size_of_tile(end - row)
-                # PERF: a tile that computes some rows twice takes less time than several small
-                # tiles. 15 rows of the tiny model in docs/performance.md: 210 us against 307.
-                if size > 5:
-                    multiply_tile(rows_of_tile, blocks, block_bias, target, num_out, ROWS)
-                elif size == 5:  # a window of four drafts
-                    multiply_tile(rows_of_tile, blocks, block_bias, target, num_out, 5)
-                elif size > 2:
-                    multiply_tile(rows_of_tile, blocks, block_bias, target, num_out, 4)
-                elif size == 2:
-                    multiply_tile(rows_of_tile, blocks, block_bias, target, num_out, 2)
-                else:
-                    multiply_tile(rows_of_tile, blocks, block_bias, target, num_out, 1)
-                row += size
+    most = max(ROWS, BLOCK_BYTES // (num_in * x.itemsize) // ROWS * ROWS)
+    # A last pass of a few rows would wait for the weights, so all passes are about as long.
+    num_passes = max(1, -(-num_rows // most))
+    per_pass = max(1, -(-num_rows // num_passes // ROWS)) * ROWS
+    for start in range(0, num_rows, per_pass):
+        end = min(num_rows, start + per_pass)
+        num_tiles, ends_with_three = _tiles_of(end - start)
+        fits = 2 * size * packed.itemsize <= NEXT_BYTES
+        width = 2 * OUTPUTS if ends_with_three and num_tiles > 1 and fits else OUTPUTS
+        for output in range(first, last, width):
+            num_blocks = min(width, last - output) // OUTPUTS
+            num_alone = num_tiles - num_blocks + 1  # tiles with one block each
+            num_parts = num_alone * num_blocks + num_blocks - 1
+            origin, group = output * num_in, num_blocks * size
+            for block in range(num_blocks):
+                weights = packed[origin + block * size : origin + (block + 1) * size]
+                column = output + block * OUTPUTS
+                block_bias, row = bias[column : column + OUTPUTS], start
+                for tile in range(num_alone):
+                    part, target = block * num_alone + tile, outputs[row * num_out + column :]
+                    following = prefetched_by(part, num_parts, packed, origin, group)
+                    blocks, source = (weights, following), inputs[row * num_in :]
+                    rows = _size_of_tile(end - row)
+                    # PERF: a tile that computes some rows twice takes less time than several small
+                    # tiles. 15 rows of the tiny model in docs/performance.md: 210 us against 307.
+                    if rows > 5:
+                        multiply_tile(source, blocks, block_bias, target, num_out, ROWS)
+                    elif rows == 5:  # a window of four drafts
+                        multiply_tile(source, blocks, block_bias, target, num_out, 5)
+                    elif rows > 2:
+                        multiply_tile(source, blocks, block_bias, target, num_out, 4)
+                    elif rows == 2:
+                        multiply_tile(source, blocks, block_bias, target, num_out, 2)
+                    else:
+                        multiply_tile(source, blocks, block_bias, target, num_out, 1)
+                    row += rows
+            if num_blocks == 2:
+                following = prefetched_by(num_parts - 1, num_parts, packed, origin, group)
+                pair, row = (packed[origin : origin + group], following), end - THREE
+                source, target = inputs[row * num_in :], outputs[row * num_out + output :]
+                multiply_pair(source, pair, bias[output : output + width], target, num_out)
+
+
+@njit(inline="always")
+def _tiles_of(num_rows: int) -> tuple[int, bool]:
+    """Returns how many tiles the rows take, and whether the last one has three rows."""
+    num_tiles, rows = 0, 0
+    while num_rows > 0:
+        rows = _size_of_tile(num_rows)
+        num_tiles += 1
+        num_rows -= rows
+    return num_tiles, rows == THREE
 
 
 @njit(inline="always")
@@ -213,9 +249,13 @@ def _size_of_tile(num_rows: int) -> int:
     """Returns how many of the rows that are left the next tile takes.
 
     PERF: a tile of one or two rows takes as long as one of four, because each sum waits for its
-    last product. So the last of several tiles has at least four: 7, 8, 9, 13 rows with AVX2 take
-    0.89, 0.90, 0.91, 0.93 of the time.
+    last product. So the last of several tiles has at least four with AVX-512, and three with AVX2,
+    where it has two blocks; there a tile of four rows is slower than one of five, too.
     """
-    if num_rows <= ROWS or num_rows >= ROWS + 4:
-        return min(num_rows, ROWS)
-    return num_rows - 4
+    if num_rows <= ROWS:
+        return num_rows
+    if HAS_AVX512:
+        return num_rows - 4 if num_rows < ROWS + 4 else ROWS
+    if num_rows < ROWS + 4:
+        return num_rows - THREE
+    return -(-num_rows // -(-num_rows // ROWS))

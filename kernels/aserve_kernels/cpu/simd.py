@@ -39,6 +39,11 @@ INT16X16 = ir.VectorType(ir.IntType(16), LANES)
 INT8X16 = ir.VectorType(ir.IntType(8), LANES)
 INT16X32, INT8X32 = (ir.VectorType(ir.IntType(bits), 2 * LANES) for bits in (16, 8))
 INT8X64 = ir.VectorType(ir.IntType(8), 4 * LANES)
+# Vectors that fill one register. WHY: the sums of some loops and their operands just fit into all
+# registers. Of two halves of a vector LLVM may load both at once, and spills.
+FLOATS, WORDS = (
+    ir.VectorType(kind, 16 if HAS_AVX512 else 8) for kind in (ir.FloatType(), ir.IntType(32))
+)
 FLOAT16X16 = ir.VectorType(ir.HalfType(), LANES)
 INDEX = ir.IntType(64)
 IN_L1, IN_L2 = 3, 2  # how near to the processor a prefetched line is brought
@@ -245,11 +250,12 @@ def _splat(typing: Any, value: Any) -> Intrinsic:
     )
 
 
-def emit_splat(builder: Any, value: Any) -> Any:
-    """Returns a vector of LANES of a value, of any type."""
-    undefined = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
+def emit_splat(builder: Any, value: Any, lanes: int = LANES) -> Any:
+    """Returns a vector of `lanes` times a value, of any type."""
+    undefined = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
     first = builder.insert_element(undefined, value, ir.Constant(ir.IntType(32), 0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(INT32X16, [0] * LANES))
+    zeros = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
+    return builder.shuffle_vector(first, undefined, zeros)
 
 
 @intrinsic

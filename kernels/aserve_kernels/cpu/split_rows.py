@@ -24,11 +24,12 @@ from aserve_kernels.cpu.host_rows import Int64s
 from aserve_kernels.cpu.pair_rows import PAIRS, load_even, load_odd, store_pairs
 from aserve_kernels.cpu.precompile import FASTMATH
 from aserve_kernels.cpu.simd import (
-    HAS_AVX512,
+    FLOATS,
     IN_L1,
     INDEX,
     INT32X16,
     LANES,
+    WORDS,
     Intrinsic,
     element,
     emit_prefetch,
@@ -42,9 +43,9 @@ from aserve_kernels.cpu.simd import (
 )
 from aserve_kernels.cpu.tiles import WORD, TileEmitter
 
-AT_ONCE = 4  # rows of bfloat16 that are scored at once
-# PERF: a vector fills one register, so those of AVX2 hold the sums of four rows with two others.
-FLOATS, WORDS = (ir.VectorType(kind, 16 if HAS_AVX512 else 8) for kind in (ir.FloatType(), WORD))
+# Rows of bfloat16 that are scored at once. PERF: in vectors of one register, the registers of AVX2
+# hold the sums of four rows with two others.
+AT_ONCE = 4
 
 
 class StoredRows(NamedTuple):
@@ -189,13 +190,7 @@ class _Split(TileEmitter):
                 address = self._opaque(builder.gep(row, [pair]))
                 pairs = builder.load(address, align=2)
                 widened = self._high(pairs) if half else self._low(pairs)
-                for row_sums, factor in zip(sums, factors, strict=True):
-                    self._add_to(row_sums[number], factor, widened)
-
-    def _add_to(self, variable: Any, left: Any, right: Any) -> None:
-        name, total = f"llvm.fmuladd.v{FLOATS.count}f32", self._builder.load(variable)
-        total = self._call(name, left, right, total, result=FLOATS)
-        self._builder.store(total, variable)
+                self._add_products([row_sums[number] for row_sums in sums], factors, widened)
 
 
 @intrinsic(prefer_literal=True)

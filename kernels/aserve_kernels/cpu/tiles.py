@@ -52,7 +52,7 @@ WORD, HALF_WORD = ir.IntType(32), ir.IntType(16)
 # next block, 8 rows, five pairs of processes: 0.94 to 1.00. AVX-512 (a Xeon), 1, 8, 32, 128 rows:
 # 0.84, 0.72, 0.88, 0.96, and 128 vectors ahead 0.81, 0.74, 0.89, 0.95.
 AHEAD = 64
-NEXT_BLOCK_BYTES = 1 << 17
+NEXT_BYTES = 1 << 17 if HAS_AVX512 else 3 << 16  # of one block, or of two
 
 
 @njit(inline="always")
@@ -65,9 +65,9 @@ def outputs_of(num_out: int, worker: int, num_workers: int) -> tuple[int, int]:
 
 @njit(inline="always")
 def prefetched_by(tile: int, num_tiles: int, packed: Floats, start: int, size: int) -> Floats:
-    """Returns the weights that tile number `tile` of a block prefetches, [n], of which `packed` may
-    have fewer or none. The block is packed[start : start + size]."""
-    if num_tiles == 1 or size * packed.itemsize > NEXT_BLOCK_BYTES:
+    """Returns the weights that tile number `tile` of one or two blocks prefetches, [n], of which
+    `packed` may have fewer or none. The blocks are packed[start : start + size]."""
+    if num_tiles == 1 or size * packed.itemsize > NEXT_BYTES:
         first = start + AHEAD * LANES * 4 // packed.itemsize
         return packed[first : first + size]
     end = start + size
@@ -251,9 +251,16 @@ class TileEmitter:
     def _splat(self, value: Any) -> Any:
         return emit_splat(self._builder, value)
 
+    def _add_products(self, variables: list[Any], factors: list[Any], vector: Any) -> None:
+        """Adds a vector times each factor to the variable beside it."""
+        for variable, factor in zip(variables, factors, strict=True):
+            total = self._add_product(self._builder.load(variable), factor, vector)
+            self._builder.store(total, variable)
+
     def _add_product(self, total: Any, left: Any, right: Any) -> Any:
-        if left.type == FLOAT32X16:
-            return self._call(f"llvm.fmuladd.v{LANES}f32", left, right, total)
+        if isinstance(left.type.element, ir.FloatType):
+            name = f"llvm.fmuladd.v{left.type.count}f32"
+            return self._call(name, left, right, total, result=left.type)
         if HAS_FAST_PAIRS:
             return self._call(DPBF16PS, total, left, right)
         for widen_half in (self._low, self._high):

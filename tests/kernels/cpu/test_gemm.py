@@ -31,7 +31,9 @@ def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 2, ROWS - 1, ROWS, 2 * WIDE_ROWS + 3, 3 * ROWS + 7])
+@pytest.mark.parametrize(
+    "num_tokens", [0, 1, 2, ROWS - 1, ROWS, 8, 2 * WIDE_ROWS + 3, 3 * ROWS + 7]
+)
 @pytest.mark.parametrize("num_out", [1, OUTPUTS, 3 * OUTPUTS, 2 * OUTPUTS + 5])
 @pytest.mark.parametrize("num_in", [2, 34, 128])
 @pytest.mark.parametrize(("dtype", "stored"), KINDS, ids=str)
@@ -49,12 +51,13 @@ def test_every_shape_equals_the_reference(
     torch.testing.assert_close(got.double(), plain, rtol=tolerance, atol=5 * tolerance)
 
 
+@pytest.mark.parametrize("num_tokens", [7, 8, 13, 15])
 @pytest.mark.parametrize(("dtype", "stored"), KINDS, ids=str)
 def test_a_row_is_the_same_whatever_stands_beside_it(
-    dtype: torch.dtype, stored: torch.dtype
+    dtype: torch.dtype, stored: torch.dtype, num_tokens: int
 ) -> None:
     compile_packed_linear(dtype, stored=stored)
-    x, bias = draw(15, 64, dtype=dtype), np.zeros(40, np.float32)
+    x, bias = draw(num_tokens, 64, dtype=dtype), np.zeros(40, np.float32)
     packed = pack(draw(40, 64, dtype=stored))
     together = packed_linear(x, packed, bias)
     for row in range(len(x)):
