@@ -6,7 +6,6 @@ and `SchedulerState.arrivals`.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Collection
 
 from aserve.errors import ErrorInfo, NeverFits, QueueFull
@@ -21,6 +20,7 @@ from aserve.scheduling.forced import end_reasoning
 from aserve.scheduling.forecast import fits_ahead
 from aserve.scheduling.grammar_rows import ask_mask, has_slow_room, return_slow
 from aserve.scheduling.loads import await_load
+from aserve.scheduling.prefill_line import PrefillLine
 from aserve.scheduling.prefixes import has_pages, open_with_room
 from aserve.scheduling.ranks import sequences_by_rank
 from aserve.scheduling.request import Phase, Sequence
@@ -78,7 +78,7 @@ def admit(
         return admitted
     reserve = Reserve(state)
     by_rank = sequences_by_rank(state, prefills)
-    lines = [_PrefillLine(*each) for each in zip(by_rank, num_tokens, strict=True)]
+    lines = [PrefillLine(*each) for each in zip(by_rank, num_tokens, strict=True)]
     while state.rows.num_free and state.looks_left > 0:
         sequence = state.waiting.pop()
         if sequence is None:
@@ -108,32 +108,6 @@ def admit(
         assert sequence.allocation is not None
         state.looks_left -= sequence.allocation.num_pages // PAGES_PER_LOOK
     return admitted
-
-
-def prefill_order(sequence: Sequence) -> tuple[int, int, int]:
-    """The client that was served least computes its prompts first, so that the long prompts of one
-    do not delay the short ones of another.
-    """
-    return (sequence.priority, sequence.client.served, sequence.arrival)
-
-
-class _PrefillLine:
-    """The prefills of a rank's step in the order in which they are fed, each with its tokens."""
-
-    __slots__ = ("_line", "_num_tokens")
-
-    def __init__(self, prefills: list[Sequence], num_tokens: int) -> None:
-        """`num_tokens` are those that the step has for them."""
-        self._num_tokens = num_tokens
-        self._line = sorted((prefill_order(row), row.remaining) for row in prefills)
-
-    def has_tokens_for(self, sequence: Sequence) -> bool:
-        """Returns whether the prefills before the sequence leave it any."""
-        end = bisect_left(self._line, (prefill_order(sequence), 0))
-        return sum(num_tokens for _, num_tokens in self._line[:end]) < self._num_tokens
-
-    def add(self, sequence: Sequence) -> None:
-        insort(self._line, (prefill_order(sequence), sequence.remaining))
 
 
 def _refusal(

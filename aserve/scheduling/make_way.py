@@ -12,8 +12,8 @@ Either rule only takes from a client that has more afterwards than the one it gi
 and come back, so that clients could still retract each other in turns, each computing again what it
 lost: a sequence therefore causes a bounded number of retractions in its whole life. What a
 retracted row computed mostly stays in the prefix cache. Nobody is retracted for a sequence that
-would not be admitted: one that waits for a leader's pages, for a row of those with slow masks, or
-for more pages than retraction can free.
+would not be admitted: one that waits for a leader's pages, for a row of those with slow masks, for
+more pages than retraction can free, or for tokens of a step that the prefills before it take.
 
 With data-parallel ranks, rows and pages are freed on the rank where the waiting sequence finds a
 place by that.
@@ -30,6 +30,7 @@ from aserve.scheduling.budget import has_ample_room
 from aserve.scheduling.clients import Client
 from aserve.scheduling.finish import retract, retraction_order
 from aserve.scheduling.grammar_rows import has_slow_room
+from aserve.scheduling.prefill_line import PrefillLine, next_lines
 from aserve.scheduling.prefixes import open_with_room, undo_open
 from aserve.scheduling.request import Sequence
 from aserve.scheduling.reserve import Reserve
@@ -71,6 +72,7 @@ class _Way:
 
     __slots__ = (
         "_has_ample_room",
+        "_lines",
         "_num_free",
         "_num_promised",
         "_num_retracted",
@@ -90,6 +92,7 @@ class _Way:
         self._has_ample_room = has_ample_room(state)
         self._pages: Counter[Client] = Counter()
         self._reserve: Reserve | None = None
+        self._lines: list[PrefillLine] = []  # of the ranks, once they are needed
         self.owed: set[Sequence] = set()
 
     def has_plenty(self) -> bool:
@@ -112,6 +115,9 @@ class _Way:
         # NOTE: the last running row is never retracted: it could not come back before the other.
         if rows is None or (rows and len(rows) >= self._state.rows.num_taken_of(rank)):
             return False
+        self._lines = self._lines or next_lines(self._state)
+        if rows and not self._lines[rank].has_tokens_for(sequence):
+            return False
         # NOTE: all or none. What some rows free would be gone until others can follow.
         if len(rows) > MAX_RETRACTIONS - self._num_retracted:
             return False
@@ -123,6 +129,7 @@ class _Way:
             return False
         self._num_free[rank] -= 1
         self._num_promised[sequence.client] += 1
+        self._lines[rank].add(sequence)
         reserve.promise(sequence)
         self._pages[sequence.client] += self._state.num_pages(sequence.tokens.num + 1)
         if self._pages[sequence.client] <= max(self._pages.values()):

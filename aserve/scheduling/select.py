@@ -9,7 +9,7 @@ import functools
 
 import numpy as np
 
-from aserve.scheduling.admit import admit, prefill_order
+from aserve.scheduling.admit import admit
 from aserve.scheduling.blocks import min_query_len, min_query_lens, uncut_blocks
 from aserve.scheduling.budget import (
     Pages,
@@ -24,6 +24,7 @@ from aserve.scheduling.finish import finish_ended, retract, retraction_order
 from aserve.scheduling.flights import NOTHING, Spans, rows_of
 from aserve.scheduling.forecast import become_cautious
 from aserve.scheduling.make_way import make_way
+from aserve.scheduling.prefill_line import prefill_order
 from aserve.scheduling.ranks import next_decodes, rows_by_rank, sequences_by_rank
 from aserve.scheduling.request import Phase, Sequence
 from aserve.scheduling.rows import Column

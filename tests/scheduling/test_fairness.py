@@ -215,6 +215,22 @@ def test_rows_are_retracted_for_pages_all_at_once_or_not_at_all() -> None:
     assert run.num_steps < 60, "it waits until few rows would do, not for the end of the flood"
 
 
+def test_no_row_is_retracted_for_a_prompt_to_which_another_one_leaves_no_tokens() -> None:
+    run = counter(engine(max_rows=4, budget=16))
+    run.send(*(asked("flood", number, max_tokens=200) for number in range(4)))
+    run.run(5)
+    state = run.scheduler.state
+    run.send(asked("late", 0, prompt_len=90), asked("late", 1))
+    run.run(1)
+    (prompt,) = state.groups["late0"].values()
+    while prompt.remaining > 16:
+        assert state.num_retracted == 1
+        assert len(state.running) == 4
+        run.run(1)
+    run.run(20)
+    assert "late1" in run.first_steps
+
+
 def test_a_flood_leaves_places_in_the_queue_for_others() -> None:
     run = counter(engine(max_rows=2, max_waiting=90))
     run.send(*(asked("flood", number, max_tokens=100) for number in range(2)))
