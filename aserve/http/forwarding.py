@@ -15,7 +15,7 @@ import errno
 import functools
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Set
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
@@ -32,6 +32,7 @@ from aserve.http.intake import INTAKE
 from aserve.http.peers import EXPIRES, FORWARDED, PASSED_ON, RAW_BODY, Peers, owner_of
 from aserve.http.route import METRICS, Route
 from aserve.http.state import REQUEST_ID, HttpContext
+from aserve.http.websocket_relay import client_socket, pump_both
 from aserve.observability.metric_sums import summed
 
 Headers: TypeAlias = list[tuple[str, str]]
@@ -56,10 +57,10 @@ MERGED = frozenset(
     }
 )
 # These go to the frontend that made the id.
-FORK = "/v1/requests/{id}/fork"
-BY_ID = frozenset({"/v1/requests/{id}", FORK, "/v1/streams/{id}"})
+BY_ID = frozenset({"/v1/requests/{id}", "/v1/requests/{id}/fork", "/v1/streams/{id}"})
 
 LAST_EVENT_ID = "Last-Event-ID"
+PROBE = "/livez"
 CONNECT_S = 5.0
 # For what a frontend does at once: one that is stopped, or whose event loop stands still, does not.
 # An engine is stuck after the same time. A frontend that goes on later than BEGIN_S does nothing of
@@ -80,9 +81,6 @@ HOP_BY_HOP = frozenset(
     )
 )
 OF_A_BODY = frozenset({"content-length", "content-type", "content-encoding"})
-# Close codes that no frame may have (RFC 6455, 7.4.1), and those that are sent in their place.
-SENT_CODES = {1005: aiohttp.WSCloseCode.OK, 1006: aiohttp.WSCloseCode.INTERNAL_ERROR}
-SENT_CODES[1015] = SENT_CODES[1006]
 JSON = (hdrs.CONTENT_TYPE, "application/json")
 SKIPPED = (hdrs.USER_AGENT, hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.CONTENT_TYPE)
 GONE = (aiohttp.ClientConnectionError, OSError)
@@ -150,6 +148,8 @@ async def _forward(
         async with _asked(request, peers, target, data) as answer:
             return await _passed_on(answer, request)
     except GONE as error:
+        if _is_silent(error):
+            raise _silence([target], request.path, ANSWER_S) from None
         if isinstance(error, ConnectionResetError):  # the client has gone
             raise
         if target:
@@ -159,23 +159,52 @@ async def _forward(
 
 @contextlib.asynccontextmanager
 async def _asked(
-    request: web.Request, peers: Peers, target: int, data: Any, *, limit_s: float | None = None
+    request: web.Request, peers: Peers, target: int, data: Any
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """`limit_s` is for the beginning of the answer."""
     request[PASSED_ON] = True
     async with _session(peers, target) as session:
         asked = session.request(
             request.method,
             request.url.with_scheme("http"),
-            headers=_headers(request, peers, expires=limit_s is not None),
+            headers=_headers(request, peers),
             data=data,
             skip_auto_headers=SKIPPED,
             allow_redirects=False,
         )
-        async with asyncio.timeout(limit_s):
-            answer = await asked
-        async with answer:
+        async with await _begun(asked, _probe(request, peers, target)) as answer:
             yield answer
+
+
+async def _begun(
+    asked: Awaitable[aiohttp.ClientResponse], probes: Coroutine[Any, Any, None]
+) -> aiohttp.ClientResponse:
+    """Waits for the beginning of an answer as long as its frontend answers probes."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            probing = group.create_task(probes)
+            answer = await asked
+            probing.cancel()
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return answer
+
+
+async def _probe(request: web.Request, peers: Peers, target: int) -> None:
+    """Raises TimeoutError when a frontend has not answered a probe in time."""
+    url = request.url.with_scheme("http").with_path(PROBE)
+    headers = [(FORWARDED, peers.header_for(request))]
+    while True:
+        await asyncio.sleep(ANSWER_S / 5)
+        try:
+            async with (
+                asyncio.timeout(ANSWER_S),
+                _session(peers, target) as session,
+                session.get(url, headers=headers),
+            ):
+                pass
+        except GONE as error:
+            if _is_silent(error):
+                raise TimeoutError from None
 
 
 def _session(peers: Peers, target: int) -> aiohttp.ClientSession:
@@ -187,9 +216,10 @@ def _session(peers: Peers, target: int) -> aiohttp.ClientSession:
     )
 
 
-def _headers(request: web.Request, peers: Peers, *, expires: bool = False) -> Headers:
-    headers = [*end_to_end(request.headers), (FORWARDED, peers.header_for(request))]
-    return [*headers, (EXPIRES, f"{time.monotonic() + BEGIN_S}")] if expires else headers
+def _headers(request: web.Request, peers: Peers) -> Headers:
+    expires = f"{time.monotonic() + BEGIN_S}"
+    own = [(FORWARDED, peers.header_for(request)), (EXPIRES, expires)]
+    return [*end_to_end(request.headers), *own]
 
 
 def end_to_end(given: MultiMapping[str]) -> Headers:
@@ -222,50 +252,22 @@ async def _relay(request: web.Request, context: HttpContext, target: int) -> web
     peers = context.peers
     async with _session(peers, target) as session:
         try:
-            upstream = await session.ws_connect(
-                request.url.with_scheme("http"),
-                headers=_headers(request, peers),
-                max_msg_size=0,
-                compress=0,
-            )
+            async with asyncio.timeout(ANSWER_S):
+                upstream = await session.ws_connect(
+                    request.url.with_scheme("http"),
+                    headers=_headers(request, peers),
+                    heartbeat=context.heartbeat_s,
+                    max_msg_size=0,
+                    compress=0,
+                )
         except aiohttp.WSServerHandshakeError as error:
             raise refused(error.status, "The websocket was refused.") from None
         size = context.options.max_body_size + 1
-        client = web.WebSocketResponse(
-            heartbeat=context.heartbeat_s, max_msg_size=size, compress=False
-        )
+        client = client_socket(heartbeat_s=context.heartbeat_s, max_size=size)
         await client.prepare(request)
         async with upstream:
             await pump_both(client, upstream)
         return client
-
-
-async def pump_both(
-    client: web.WebSocketResponse, upstream: aiohttp.ClientWebSocketResponse
-) -> None:
-    """Passes messages on in both directions until one side closes."""
-    async with asyncio.TaskGroup() as group:
-        up = group.create_task(_pump(client, upstream))
-        down = group.create_task(_pump(upstream, client))
-        up.add_done_callback(lambda _: down.cancel())
-        down.add_done_callback(lambda _: up.cancel())
-
-
-async def _pump(
-    source: web.WebSocketResponse | aiohttp.ClientWebSocketResponse,
-    sink: web.WebSocketResponse | aiohttp.ClientWebSocketResponse,
-) -> None:
-    with contextlib.suppress(ConnectionError):
-        message = await source.receive()
-        while message.type in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY):
-            if message.type is aiohttp.WSMsgType.TEXT:
-                await sink.send_str(message.data)
-            else:
-                await sink.send_bytes(message.data)
-            message = await source.receive()
-        code = source.close_code or aiohttp.WSCloseCode.OK
-        reason = message.extra if message.type is aiohttp.WSMsgType.CLOSE else None
-        await sink.close(code=SENT_CODES.get(code, code), message=(reason or "").encode())
 
 
 async def _body_of(request: web.Request) -> bytes | None:
@@ -278,20 +280,19 @@ async def _body_of(request: web.Request) -> bytes | None:
 
 async def _ask_by_id(route: Route, request: web.Request, peers: Peers) -> web.StreamResponse:
     """Asks the frontend that made the id. An id may also be the client's own, so the others are
-    asked if that one does not know it. All answers but that of a fork begin at once.
+    asked if that one does not know it.
     """
     body = await _body_of(request)
     owner = owner_of(request.match_info["id"])
     numbers = sorted(peers.numbers(), key=lambda number: number == owner, reverse=True)
     for number in numbers:
-        limit_s = None if route.path == FORK else ANSWER_S
-        asked = _asked(request, peers, number, body, limit_s=limit_s)
+        asked = _asked(request, peers, number, body)
         try:
             response = await _known(request, asked, is_last=number == numbers[-1])
-        except aiohttp.ClientConnectorError:
+        except (TimeoutError, aiohttp.ClientConnectorError) as error:
+            if _is_silent(error):
+                raise _silence([number], route.path, ANSWER_S) from None
             continue  # it has ended
-        except TimeoutError:
-            raise _silence([number], route.path, ANSWER_S) from None
         if response is not None:
             return response
     raise NotFound("The frontend that made this id has ended.")
@@ -340,7 +341,7 @@ async def tell_all(
     """Posts a JSON body to another path of every frontend, with the key of `request`. Each may wait
     for `wait_s` before it answers. Returns the sum of their answers, or one that is an error.
     """
-    given = _headers(request, peers, expires=True)
+    given = _headers(request, peers)
     headers = [pair for pair in given if pair[0].lower() not in OF_A_BODY]
     url = request.url.with_scheme("http").with_path(path)
 
@@ -371,10 +372,8 @@ async def _of_all(
         try:
             async with asyncio.timeout(limit_s):
                 return [await ask(number)]
-        except TimeoutError:
-            silent.append(number)
         except GONE as error:
-            if _is_full(error):
+            if _is_silent(error):
                 silent.append(number)
         return []
 
@@ -393,13 +392,14 @@ def _silence(numbers: list[int], path: str, limit_s: float) -> EngineDead:
     )
 
 
-def _is_full(error: BaseException) -> bool:
-    """Returns whether a process listens, but lets too many connections wait."""
-    return isinstance(error, OSError) and error.errno == errno.EAGAIN
+def _is_silent(error: aiohttp.ClientError | OSError) -> bool:
+    """Returns whether a process listens, but answers too late, or has no room for connections."""
+    is_full = isinstance(error, OSError) and error.errno == errno.EAGAIN
+    return is_full or isinstance(error, TimeoutError)
 
 
 async def _whole(request: web.Request, peers: Peers, number: int, *, body: bytes | None) -> _Answer:
-    async with _asked(request, peers, number, body, limit_s=ANSWER_S) as answer:
+    async with _asked(request, peers, number, body) as answer:
         data = await answer.read()
     return _Answer(answer.status, answer.content_type, data)
 

@@ -28,7 +28,8 @@ from aserve.config import RouterOptions
 from aserve.errors import EngineDead, ErrorInfo
 from aserve.http.direct import DirectWriter
 from aserve.http.errors import RequestFailed
-from aserve.http.forwarding import end_to_end, pump_both
+from aserve.http.forwarding import end_to_end
+from aserve.http.websocket_relay import client_socket, pump_both
 from aserve.router.balancer import Balancer
 from aserve.router.failures import (
     BROKEN,
@@ -202,9 +203,7 @@ class Proxy:
     ) -> web.WebSocketResponse:
         with self._counted(exchange, name):
             upstream = await self._connected(exchange, name)
-            client = web.WebSocketResponse(
-                heartbeat=self.heartbeat_s, max_msg_size=max_size, compress=False
-            )
+            client = client_socket(heartbeat_s=self.heartbeat_s, max_size=max_size)
             async with upstream:
                 await client.prepare(exchange.request)
                 self._websockets.add(client)

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from aserve.host.threads import new_event_loop
@@ -52,9 +53,21 @@ async def first(
         yield engine
 
 
-def assert_names_it(answer: Answer) -> None:
+@pytest.fixture
+async def further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EchoEngine]:
+    """The first one has stopped."""
+    monkeypatch.setattr(forwarding, "ANSWER_S", 0.1)
+    peers = Peers(1, str(tmp_path), "secret")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(peers.socket_of(0))
+        listener.listen(8)
+        async with EchoEngine(admin_api_key="root", peers=peers) as engine:
+            yield engine
+
+
+def assert_names_it(answer: Answer, number: int = 1) -> None:
     assert (answer.status, answer.error["code"]) == (503, "frontend_silent"), answer.text
-    assert answer.error["message"].startswith("Frontends [1] have not answered")
+    assert answer.error["message"].startswith(f"Frontends [{number}] have not answered")
 
 
 @pytest.mark.parametrize(("path", "body"), ASKED_OF_ALL)
@@ -62,6 +75,46 @@ async def test_what_all_frontends_are_asked_ends_with_an_error_that_names_the_st
     first: EchoEngine, path: str, body: Any
 ) -> None:
     assert_names_it(await ask(first, path, body, headers=ROOT))
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", f"/v1/responses/resp_{'0' * 32}"),
+        ("POST", "/v1/load_lora_adapter"),
+        ("POST", "/update_weights_from_disk"),
+        ("PATCH", "/settings"),
+        ("POST", f"/v1/requests/{'0' * 32}/fork"),
+    ],
+)
+async def test_what_one_frontend_forwards_to_a_stopped_one_ends_with_an_error_that_names_it(
+    further: EchoEngine, method: str, path: str
+) -> None:
+    assert_names_it(await ask(further, path, {}, method=method, headers=ROOT), 0)
+
+
+async def test_a_websocket_that_is_forwarded_to_a_stopped_frontend_is_refused(
+    further: EchoEngine,
+) -> None:
+    with pytest.raises(aiohttp.WSServerHandshakeError) as refusal:
+        await further.web.ws_connect("/v1/responses", headers=ROOT)
+    assert refusal.value.status == 503
+
+
+async def test_an_answer_that_begins_late_is_awaited_as_long_as_its_frontend_answers_probes(
+    further: EchoEngine, tmp_path: Path
+) -> None:
+    peers = Peers(0, str(tmp_path), "secret")
+    os.unlink(peers.socket_of(0))
+    async with EchoEngine(admin_api_key="root", peers=peers) as slow:
+        slow.scheduler.is_paused = True
+        body = {"model": "echo", "input": "abc"}
+        asked = asyncio.ensure_future(ask(further, "/v1/responses", body, headers=ROOT))
+        await asyncio.wait([asked], timeout=0.5)
+        assert not asked.done()
+        slow.scheduler.is_paused = False
+        slow.scheduler.resume()
+        assert (await asked).status == 200
 
 
 async def test_an_update_of_the_weights_that_a_stopped_frontend_holds_up_changes_nothing(

@@ -26,11 +26,13 @@ BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 7\r\nContent-Length: 4
 
 class Echo:
     """A replica that answers each message of its websockets. It closes them, dies, says nothing
-    any more, or tells a header of their request if it is told. `has_ended`: one was closed.
+    any more, or tells a header of their request if it is told. `has_ended`: one was closed, with
+    `close_code`.
     """
 
     def __init__(self) -> None:
         self.has_ended = asyncio.Event()
+        self.close_code: int | None = None
 
     async def start(self) -> str:
         """Returns host and port."""
@@ -59,6 +61,7 @@ class Echo:
                 await socket.send_str(message.data.upper())
             else:
                 await socket.send_bytes(message.data[::-1])
+        self.close_code = socket.close_code
         self.has_ended.set()
         return socket
 
@@ -109,6 +112,14 @@ async def test_the_end_of_a_websocket_passes_with_its_reason_and_a_code_that_may
         await socket.send_str(order)
         message = await socket.receive()
         assert (message.type, message.data, message.extra) == (WSMsgType.CLOSE, *end)
+
+
+async def test_the_code_with_which_a_client_closes_its_websocket_reaches_the_replica() -> None:
+    echo = Echo()
+    async with routed_socket(echo) as (socket, _), asyncio.timeout(5):
+        await socket.close(code=4002, message=b"enough")
+        await echo.has_ended.wait()
+    assert echo.close_code == 4002
 
 
 async def test_a_websocket_whose_client_answers_no_ping_is_closed() -> None:
