@@ -6,6 +6,7 @@ Only the border middleware writes the id and the time.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -16,9 +17,10 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from aserve.config import ServerOptions
-from aserve.errors import AserveError, EngineDead, ShuttingDown
+from aserve.errors import AserveError, EngineDead, ErrorInfo, ShuttingDown
 from aserve.http.auth import caller_of
 from aserve.http.calls import BEGINNING, RunningCalls, begin_with
+from aserve.http.errors import RequestFailed
 from aserve.http.live_settings import LiveSettings
 from aserve.http.lora.registry import LoraRegistry
 from aserve.http.openai.answer_size import AnswerLimits
@@ -39,6 +41,8 @@ from aserve.receipts.facts import FactFinder
 from aserve.request_stream import Gateway
 from aserve.text.defaults import NEUTRAL, GenerationDefaults
 from aserve.text.pooling import PLAIN, PoolingTexts
+
+logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 5.0
 EPOCH_BYTES = 8
@@ -105,6 +109,7 @@ class ServerState:
     weight_version: str = "default"  # that the administrator gave to the weights
     weights: LoadWeights | None = None  # the last update of the weights, if there was one
     changes: set[asyncio.Task[None]] = field(default_factory=set)  # that are carried out
+    sleep_turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # of a sleep or wake-up
     num_jobs: int = 0  # of the executor, at the administrator's request
     cache_epoch: str = ""  # changes when the prefix cache is flushed
     share: Callable[[], None] = lambda: None  # tells other frontends what the administrator changed
@@ -147,14 +152,25 @@ class ServerState:
         self.cache_epoch = secrets.token_hex(EPOCH_BYTES)
         self.share()
 
+    def check_not_updating(self) -> None:
+        """Raises for a change that must wait until an update of the weights has ended."""
+        if self.is_updating:
+            reason = "An update of the weights is running: try again when it has ended."
+            kind, code = "invalid_request_error", "update_running"
+            raise RequestFailed(ErrorInfo(reason, kind, code, 409, retry_after_s=RETRY_AFTER_S))
+
     async def carry_out(self, change: Coroutine[None, None, None]) -> None:
         """Runs a change, and raises what it raises. It goes on when the client that asked for it
-        goes away, because it must not end half done.
+        goes away, because it must not end half done. Then its failure is logged.
         """
         task = asyncio.ensure_future(change)
         self.changes.add(task)
         task.add_done_callback(self.changes.discard)
-        await asyncio.shield(task)
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_log_failure)
+            raise
 
     def refusal(self) -> AserveError | None:
         """Returns the error for new requests, or None if the server accepts them."""
@@ -186,6 +202,14 @@ class ServerState:
                 )
             case "dead":
                 return EngineDead("the engine has failed and takes no requests; /health says why")
+
+
+def _log_failure(change: asyncio.Task[None]) -> None:
+    """Logs the traceback of a bug alone."""
+    error = None if change.cancelled() else change.exception()
+    if error is not None:
+        bug = None if isinstance(error, AserveError | RequestFailed) else error
+        logger.error("change failed, its client has gone error=%s", error, exc_info=bug)
 
 
 @dataclass(frozen=True, slots=True)

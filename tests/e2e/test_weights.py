@@ -114,7 +114,7 @@ BREAKAGES: tuple[tuple[Callable[[Path], object], str], ...] = (
     (cut, "not a readable safetensors file"),
     (reconfigured, "rope_theta"),
     (lambda folder: (folder / "model.safetensors").unlink(), "has no model.safetensors"),
-    (shutil.rmtree, "no config.json"),
+    (shutil.rmtree, "does not exist"),
     (piped, "config.json is no regular file"),
 )
 

@@ -24,6 +24,7 @@ from aserve.amendments import amended_admit
 from aserve.channel import Channel
 from aserve.config import ServerOptions
 from aserve.errors import ErrorInfo, InvalidRequest
+from aserve.http.lora.registry import LoraRegistry
 from aserve.http.peers import ALONE, Peers
 from aserve.http.server import HttpServer
 from aserve.http.state import HttpContext, ServerState
@@ -265,6 +266,7 @@ class EchoEngine:
             max_unread_bytes=server_options.max_unread_bytes,
         )
         self.state = ServerState("ready", "", MAX_MODEL_LEN, parsers=parsers)
+        self.loras = LoraRegistry()
         self.server = HttpServer(
             HttpContext(
                 gateway=self.gateway,
@@ -274,6 +276,7 @@ class EchoEngine:
                 created=1_700_000_000,
                 registry=CollectorRegistry(),
                 tokenize_service=self.tokenize_service,
+                loras=self.loras,
                 receipts=receipts,
                 keep_alive_s=keep_alive_s,
                 heartbeat_s=heartbeat_s,

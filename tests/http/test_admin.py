@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from aserve.config import Facts, Raw, resolve, shown_settings
+from aserve.errors import EngineDead, ErrorInfo
 from aserve.http.control.weights import ELSEWHERE
-from aserve.messages.changes import LoadWeights
+from aserve.http.errors import refused
+from aserve.messages.changes import EngineJob, LoadWeights
 from aserve.receipts.facts import FactFinder
 from aserve.receipts.facts import Facts as ReceiptFacts
 from aserve.tiny import MODEL_DIR
@@ -180,3 +182,84 @@ async def test_a_sleep_that_is_not_possible_is_refused(
     answer = await ask(echo, path, body, method="POST", headers=ROOT)
     assert answer.status == 400
     assert (await ask(echo, "/v1/completions", PROMPT)).status == 200, "it is awake"
+
+
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [("/update_weights_from_disk", "model_path"), ("/update_weights_from_tensor", "path")],
+)
+async def test_an_update_from_a_path_that_is_none_is_refused_while_requests_run(
+    echo: EchoEngine, path: str, param: str
+) -> None:
+    """It waited for their ends, and refused new ones meanwhile."""
+    echo.scheduler.is_paused = True
+    running = asyncio.ensure_future(ask(echo, "/v1/completions", PROMPT))
+    await echo.until(lambda: bool(echo.scheduler.admitted))
+    async with asyncio.timeout(5):
+        for given in ("/no/such\0path", "/no/such/path", ""):
+            answer = await ask(echo, path, {param: given}, headers=ROOT)
+            assert (answer.status, answer.error["param"]) == (400, param)
+    echo.scheduler.is_paused = False
+    echo.scheduler.resume()
+    assert (await running).status == 200
+
+
+@pytest.mark.parametrize("error", [refused(400, "it does not fit"), RuntimeError("a bug")])
+async def test_the_failure_of_a_change_whose_client_has_gone_is_one_line_of_the_log(
+    echo: EchoEngine, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    """asyncio logged it as an exception that nobody has retrieved."""
+    begun, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def fail() -> None:
+        begun.set()
+        await goes_on.wait()
+        raise error
+
+    asked = asyncio.ensure_future(echo.state.carry_out(fail()))
+    await begun.wait()
+    asked.cancel()
+    await asyncio.wait([asked])
+    goes_on.set()
+    await asyncio.wait(echo.state.changes, timeout=5)
+    gc.collect()
+    (logged,) = caplog.records
+    assert logged.getMessage() == f"change failed, its client has gone error={error}"
+    assert (logged.exc_info is not None) == isinstance(error, RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/sleep", b""),
+        ("/wake_up", b""),
+        ("/update_weights_from_disk", {"model_path": "/"}),
+        ("/weights_checker", {}),
+    ],
+)
+async def test_what_must_wait_for_an_update_of_the_weights_may_be_tried_again(
+    echo: EchoEngine, path: str, body: Any
+) -> None:
+    """OpenAI's clients give up at a 400."""
+    echo.state.is_updating = True
+    answer = await ask(echo, path, body, headers=ROOT)
+    assert (answer.status, answer.error["code"]) == (409, "update_running")
+    assert answer.headers["Retry-After"] == "5"
+
+
+async def test_two_sleeps_of_an_engine_that_dies_leave_no_server_that_says_it_sleeps(
+    echo: EchoEngine,
+) -> None:
+    """The second one took the beginning of the first one for a sleep."""
+    dies = asyncio.Event()
+
+    async def die(_: EngineJob) -> ErrorInfo:
+        await dies.wait()
+        return EngineDead("the engine is restarting; try again later").info()
+
+    await echo.loras.open(die)
+    sleeps = [asyncio.ensure_future(ask(echo, "/sleep", b"", headers=ROOT)) for _ in range(2)]
+    await asyncio.wait(sleeps, timeout=0.1)
+    dies.set()
+    assert [answer.status for answer in await asyncio.gather(*sleeps)] == [503, 503]
+    assert not echo.state.is_asleep

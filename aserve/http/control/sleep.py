@@ -76,8 +76,7 @@ async def _set_asleep(context: HttpContext, *, is_asleep: bool) -> web.Response:
         refusal = state.refusal()
         assert refusal is not None
         raise refusal
-    if state.is_updating:
-        raise refused(400, "An update of the weights is running.")
+    state.check_not_updating()
     await state.carry_out(_change(context, is_asleep=is_asleep))
     return json_response(SleepAnswer(is_asleep, context.gateway.num_open))
 
@@ -87,16 +86,17 @@ async def _change(context: HttpContext, *, is_asleep: bool) -> None:
     nap wait for the engine.
     """
     state = context.state
-    becomes, state.is_asleep = state.is_asleep, is_asleep or state.is_asleep
-    state.share()
-    try:
-        error = await context.loras.run_on_device(Sleep() if is_asleep else Wake())
-        if error is not None:
-            raise RequestFailed(error)
-        becomes = is_asleep
-    finally:
-        state.is_asleep = becomes
+    async with state.sleep_turn:
+        becomes, state.is_asleep = state.is_asleep, is_asleep or state.is_asleep
         state.share()
+        try:
+            error = await context.loras.run_on_device(Sleep() if is_asleep else Wake())
+            if error is not None:
+                raise RequestFailed(error)
+            becomes = is_asleep
+        finally:
+            state.is_asleep = becomes
+            state.share()
     logger.info("engine asleep=%s open_requests=%s", is_asleep, context.gateway.num_open)
 
 

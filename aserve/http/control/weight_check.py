@@ -65,8 +65,7 @@ async def check_weights(
     state = context.state
     if (refusal := state.refusal()) is not None and not state.is_held:
         raise refusal
-    if state.is_updating:
-        raise refused(400, "An update of the weights is running.")
+    state.check_not_updating()
     answer = WeightsCheckerAnswer(True, MESSAGES[body.action])
     if body.action == "checksum":
         answer.payload = await _checksum(context)

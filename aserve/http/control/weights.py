@@ -13,7 +13,9 @@ must stay where they are until an update from a checkpoint.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -106,7 +108,7 @@ class UpdateAnswer(msgspec.Struct):
 async def update_from_disk(
     request: web.Request, context: HttpContext, body: UpdateFromDiskBody
 ) -> web.Response:
-    _check_path(body.model_path, param="model_path")
+    await _check_path(body.model_path, param="model_path")
 
     def make_load(number: int, _: LoadWeights | None) -> LoadWeights:
         return LoadWeights(number, body.model_path)
@@ -117,7 +119,7 @@ async def update_from_disk(
 async def update_from_tensor(
     request: web.Request, context: HttpContext, body: UpdateFromTensorBody
 ) -> web.Response:
-    _check_path(body.path, param="path")
+    await _check_path(body.path, param="path")
 
     def make_load(number: int, last: LoadWeights | None) -> LoadWeights:
         base, earlier = ("", ()) if last is None else (last.path, last.tensors)
@@ -142,8 +144,7 @@ async def _updated(
         assert refusal is not None
         raise refusal
     version = _checked(body.weight_version or "default")
-    if state.is_updating:
-        raise refused(400, "Another update of the weights is running.")
+    state.check_not_updating()
     load = make_load(state.next_job(), state.weights)
     state.is_updating = True  # before the other frontends are told, by whatever message
     await state.carry_out(_update(request, context, body, load, version))
@@ -192,10 +193,11 @@ async def read_version(_: web.Request, context: HttpContext) -> web.Response:
     return json_response({"weight_version": context.state.weight_version})
 
 
-def _check_path(path: str, *, param: str) -> None:
-    if not path:
+async def _check_path(path: str, *, param: str) -> None:
+    """Raises before any request has to end for an update that cannot be."""
+    if not await asyncio.to_thread(os.path.exists, path):
         raise InvalidRequest(
-            f"Invalid '{param}': expected a path on the server, got an empty string.",
+            f"Invalid '{param}': {path[:500]!r} does not exist on the server.",
             param=param,
             code="invalid_value",
         )
