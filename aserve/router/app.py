@@ -28,6 +28,7 @@ from aserve.router.failures import RouterEnds
 from aserve.router.joined_answers import (
     ask_everyone,
     first_known,
+    is_change,
     is_for_all,
     json_in,
     metrics_of_all,
@@ -153,7 +154,9 @@ class Router:
         if self.balancer.find(owner) is None:
             owner = ""
         if not owner and is_for_all(request.method, request.path):
-            return await ask_everyone(call, self._asked(), request.path)
+            changes = is_change(request.method, request.path)
+            asked = self._all() if changes else self._asked()
+            return await ask_everyone(call, asked, request.path, needs_all=changes)
         demand = Demand(block_digests(facts.prompt), self._session(request, facts), owner)
         exchange = Exchange(request, call, demand, named=named[:1] if named[0] else [])
         if not owner and named[0]:
@@ -228,6 +231,11 @@ class Router:
             each.name for each in replicas
         ]
         return [self.proxy.upstreams[name] for name in serving]
+
+    def _all(self) -> list[Upstream]:
+        """Returns the replicas but those that leave."""
+        replicas = self.balancer.replicas()
+        return [self.proxy.upstreams[each.name] for each in replicas if not each.is_removed]
 
     async def health(self, _: web.Request) -> web.Response:
         """Answers 200 while a replica can get requests."""

@@ -11,10 +11,10 @@ from aiohttp import hdrs, web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from aserve.errors import UNDECODABLE, EngineDead
-from aserve.http.forwarding import merged
+from aserve.http.forwarding import end_to_end, merged
 from aserve.observability.metric_sums import summed
 from aserve.router.metrics import RouterMetrics
-from aserve.router.upstream import GONE, Call, Upstream, Whole
+from aserve.router.upstream import GONE, PROBE_S, Call, Upstream, Whole
 
 LISTS = frozenset({"/v1/models", "/v1/files", "/v1/batches", "/v1/requests"})
 # Weights and caches, which all replicas have: every one of them is told.
@@ -30,6 +30,8 @@ TO_ALL = frozenset(
         *("/load_lora_adapter", "/unload_lora_adapter"),
     }
 )
+# The rest of these leaves something behind, so it must reach every replica.
+WITHOUT_TRACE = frozenset({"/abort_request", "/abort_requests", "/is_paused", "/load"})
 # Changes of settings, whose numbers are not added up.
 SETTINGS = frozenset({"/settings", "/configure_logging", "/set_internal_state"})
 
@@ -38,11 +40,22 @@ def is_for_all(method: str, path: str) -> bool:
     return path in TO_ALL or path in (LISTS if method == hdrs.METH_GET else SETTINGS)
 
 
-async def ask_all(call: Call, upstreams: Sequence[Upstream]) -> list[Whole]:
-    """Returns the answers of the replicas that answer. Raises EngineDead if none does."""
+def is_change(method: str, path: str) -> bool:
+    """Whether it is for all replicas, also for those that do not serve now."""
+    return is_for_all(method, path) and path not in WITHOUT_TRACE | LISTS
+
+
+async def ask_all(
+    call: Call, upstreams: Sequence[Upstream], *, needs_all: bool = False
+) -> list[Whole]:
+    """Returns the answers of the replicas that answer. Raises EngineDead if none does, or, with
+    `needs_all`, if one does not and no other one has refused: it would go on with its old state.
+    """
 
     async def ask(upstream: Upstream) -> Whole | None:
         try:
+            if needs_all:
+                await upstream.reach()
             return await upstream.ask_whole(call)
         except GONE:
             return None
@@ -51,20 +64,30 @@ async def ask_all(call: Call, upstreams: Sequence[Upstream]) -> list[Whole]:
     found = [answer for answer in answers if answer is not None]
     if not found:
         raise EngineDead("No replica is ready.", retry_after_s=2, code="no_replica")
+    missing = [each.name for each, answer in zip(upstreams, answers, strict=True) if not answer]
+    if needs_all and missing and all(answer.status < 400 for answer in found):
+        raise EngineDead(
+            f"Replicas {missing} do not answer; the others have done what they were asked for. "
+            "Send the request again when all of them answer, or remove these.",
+            retry_after_s=PROBE_S,
+            code="replicas_missing",
+        )
     return found
 
 
-async def ask_everyone(call: Call, upstreams: Sequence[Upstream], path: str) -> web.Response:
+async def ask_everyone(
+    call: Call, upstreams: Sequence[Upstream], path: str, *, needs_all: bool
+) -> web.Response:
     """Joins the answers. The answer is an error if one of them is, and the first one if that is no
     JSON, or of settings.
     """
-    answers = await ask_all(call, upstreams)
+    answers = await ask_all(call, upstreams, needs_all=needs_all)
     first = next((answer for answer in answers if answer.status >= 400), answers[0])
     decoded = [json_in(answer) for answer in answers]
     if first.status >= 400 or decoded[0] is None or path in SETTINGS:
         return _response(first)
     whole = msgspec.json.encode(joined([each for each in decoded if each is not None]))
-    return _response(Whole(first.status, first.content_type, whole))
+    return web.Response(body=whole, status=first.status, content_type=first.content_type)
 
 
 def json_in(answer: Whole) -> Any:
@@ -118,4 +141,5 @@ def _id_of(number: int, item: Any) -> str | int:
 
 
 def _response(whole: Whole) -> web.Response:
-    return web.Response(body=whole.body, status=whole.status, content_type=whole.content_type)
+    headers = end_to_end(whole.headers)
+    return web.Response(body=whole.body, status=whole.status, headers=headers)

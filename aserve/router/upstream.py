@@ -19,6 +19,7 @@ import aiohttp
 import msgspec
 from aiohappyeyeballs import AddrInfoType
 from aiohttp import hdrs
+from multidict import MultiMapping
 from yarl import URL
 
 from aserve.config import RouterOptions
@@ -193,7 +194,7 @@ class Upstream:
     async def ask_whole(self, call: Call) -> Whole:
         answer = await self.ask(call)
         try:
-            return Whole(answer.status, media_type(answer.headers), await answer.read())
+            return Whole(answer.status, answer.headers, await answer.read())
         finally:
             await self.release(answer)
 
@@ -206,6 +207,11 @@ class Upstream:
             max_msg_size=0,
             compress=0,
         )
+
+    async def reach(self) -> None:
+        """Raises one of GONE if the replica does not answer at once, be it ready or not."""
+        async with asyncio.timeout(PROBE_S):
+            await self.ask_whole(Call(hdrs.METH_GET, "/health"))
 
     async def probe(self) -> int | None:
         """Returns the number of open requests that the replica reports, if it does. Raises one of
@@ -302,8 +308,12 @@ class Whole:
     """An answer that has been read to its end."""
 
     status: int
-    content_type: str
+    headers: MultiMapping[str]
     body: bytes
+
+    @property
+    def content_type(self) -> str:
+        return media_type(self.headers)
 
 
 class _Load(msgspec.Struct):

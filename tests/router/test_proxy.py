@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import socket
 from hashlib import sha256
 from typing import Any
 
@@ -18,6 +19,7 @@ from aiohttp import (
 from aserve.errors import ConfigError
 from aserve.http.control.weights import ELSEWHERE
 from aserve.http.routes import ROUTES
+from aserve.router import upstream
 from aserve.router.run import RouterServer
 from aserve.router.upstream import check_address
 from tests.router.routed import ADMIN, CHUNKED, OK, StandIn, routed, written
@@ -26,6 +28,8 @@ CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "hello"}]}
 HEAD_200 = b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n"
 BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 7\r\nContent-Length: 4\r\n\r\nbusy"
+
+REFUSED = b"HTTP/1.1 401 No\r\nWWW-Authenticate: Bearer\r\nContent-Length: 0\r\n\r\n"
 
 
 def answered(body: bytes, *, status: bytes = b"200 OK", kind: bytes = b"application/json") -> Any:
@@ -544,6 +548,59 @@ async def test_what_an_administrator_changes_is_changed_on_all_replicas(
     assert [[each.line for each in replica.asked] for replica in replicas] == [
         [f"{method} {path} HTTP/1.1"]
     ] * 2
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+async def test_a_change_that_a_replica_has_no_part_in_ends_with_an_error_that_names_it(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    is_stopped: bool,
+) -> None:
+    """When it comes back it serves with its old state."""
+    monkeypatch.setattr(upstream, "PROBE_S", 0.1)
+    replica = StandIn(answered(b'{"success":true}'))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        if is_stopped:
+            listener.listen(8)
+        absent = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        async with routed(replica) as (client, server):
+            server.router.add(absent)
+            async with client.post("/flush_cache", headers=ADMIN) as got:
+                error = (await got.json())["error"]
+            assert (got.status, error["code"]) == (503, "replicas_missing")
+            assert absent in error["message"]
+            for path in ("/is_paused", "/abort_request", "/v1/models"):
+                async with client.get(path) as got:
+                    assert got.status == 200, "nothing changes"
+            replica.answer = written(REFUSED)
+            async with client.post("/flush_cache", headers=ADMIN) as got:
+                assert got.status == 401, "the other one has not done it"
+            assert got.headers["WWW-Authenticate"] == "Bearer"
+            server.router.balancer.remove(absent)
+            replica.answer = answered(b'{"success":true}')
+            async with client.post("/flush_cache", headers=ADMIN) as got:
+                assert got.status == 200
+
+
+async def test_a_change_reaches_a_replica_that_does_not_serve() -> None:
+    """Such as one that sleeps, and is to wake."""
+    serves, sleeps = (StandIn(answered(b'{"is_sleeping":false}')) for _ in range(2))
+    async with routed(serves, sleeps) as (client, server):
+        server.router.balancer.failed(sleeps.url, is_down=True)
+        async with client.post("/wake_up", headers=ADMIN) as got:
+            assert got.status == 200
+    assert len(sleeps.asked) == 1
+
+
+async def test_the_entity_tag_of_changed_settings_passes() -> None:
+    body = b'{"version":2}'
+    tagged = b'HTTP/1.1 200 OK\r\nETag: "2"\r\nContent-Length: %d\r\n\r\n%s' % (len(body), body)
+    async with (
+        routed(StandIn(written(tagged))) as (client, _),
+        client.patch("/settings", json={"max_queue": 5}, headers=ADMIN) as got,
+    ):
+        assert (got.headers["ETag"], await got.read()) == ('"2"', body)
 
 
 @pytest.mark.parametrize("path", ["/settings", "/configure_logging"])
