@@ -1105,12 +1105,14 @@ def _check_ranks(machine: MachineOptions, experts: ExpertOptions, *, dp_size: in
             "leave one out"
         )
     is_alone = whole == 1 and (dense == 1 or not experts.enable_expert_parallel)
-    if (experts.enable_eplb and is_alone) or (
-        experts.eplb_num_redundant_experts and not experts.enable_eplb
-    ):
+    if experts.enable_eplb and is_alone:
         raise ConfigError(
-            "--eplb-num-redundant-experts needs --enable-eplb, and that --expert-parallel-size or "
-            "--enable-expert-parallel"
+            "--enable-eplb moves experts between the ranks that they are divided among; give "
+            "--expert-parallel-size N, or --tensor-parallel-size N with --enable-expert-parallel"
+        )
+    if experts.eplb_num_redundant_experts and not experts.enable_eplb:
+        raise ConfigError(
+            "--eplb-num-redundant-experts are copies that --enable-eplb places; give that, too"
         )
     if experts.enable_expert_parallel and dense == whole == 1:
         raise ConfigError(

@@ -85,6 +85,22 @@ def test_several_frontends_need_a_port_and_an_engine_of_its_own(other: dict[str,
         resolved(sleep_idle_seconds=5, processes="1")
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"enable_eplb": True}, "--enable-eplb moves .* give --expert-parallel-size N, or"),
+        ({"enable_eplb": True, "tensor_parallel_size": 2}, "with --enable-expert-parallel$"),
+        ({"eplb_num_redundant_experts": 2}, "that --enable-eplb places; give that, too$"),
+    ],
+)
+def test_experts_that_cannot_move_are_refused_by_what_is_missing(
+    given: dict[str, object], words: str
+) -> None:
+    """All were told what --eplb-num-redundant-experts needs, which some had not given."""
+    with pytest.raises(ConfigError, match=words):
+        resolved(**given)
+
+
 def test_an_api_key_is_not_empty_and_a_wrong_one_is_not_repeated_in_the_error() -> None:
     with pytest.raises(ConfigError, match="not empty"):
         resolve(Raw(environment={"ASERVE_API_KEY": ""}), FACTS)

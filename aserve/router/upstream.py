@@ -12,6 +12,7 @@ import ssl
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import aiohappyeyeballs
@@ -132,6 +133,8 @@ class Upstream:
 
     def open(self) -> None:
         connector: aiohttp.BaseConnector
+        redirects = aiohttp.TraceConfig()
+        redirects.on_request_redirect.append(_refuse_redirect)
         if self._unix_path is not None:
             connector = aiohttp.UnixConnector(self._unix_path, limit=0)
         else:
@@ -143,6 +146,7 @@ class Upstream:
             ),
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=SKIPPED,
+            trace_configs=[redirects],
         )
 
     async def close(self) -> None:
@@ -301,6 +305,17 @@ class Upstream:
             return headers
         kept = [each for each in headers if each[0].lower() not in ("authorization", "x-api-key")]
         return [*kept, *self._headers.items()]
+
+
+async def _refuse_redirect(
+    _: aiohttp.ClientSession, __: SimpleNamespace, params: aiohttp.TraceRequestRedirectParams
+) -> None:
+    """WHY: aiohttp follows redirects of upgrades, to wherever a replica says."""
+    answer = params.response
+    answer.close()
+    raise aiohttp.WSServerHandshakeError(
+        answer.request_info, answer.history, status=answer.status, headers=answer.headers
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,6 +177,20 @@ async def test_a_websocket_that_no_replica_opens_is_answered_by_an_error(
         assert server.router.proxy.num_open == 0
 
 
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+async def test_a_redirect_of_a_websocket_is_not_followed(status: int) -> None:
+    """A replica could send the router, and its key, to any address."""
+    other = StandIn()
+    await other.start()
+    redirect = f"HTTP/1.1 {status} No\r\nLocation: {other.url}{PATH}\r\nContent-Length: 0\r\n\r\n"
+    async with routed(StandIn(written(redirect.encode()))) as (client, _):
+        with pytest.raises(WSServerHandshakeError) as refused:
+            await client.ws_connect(PATH)
+    other.server.close()
+    assert refused.value.status == 502
+    assert other.asked == []
+
+
 @pytest.mark.parametrize("page", ["own", "http://elsewhere:80"])
 async def test_a_page_of_the_router_is_a_page_of_its_replicas(page: str) -> None:
     """A replica lets its own pages open websockets, and its Host is not that of the router."""
