@@ -67,7 +67,7 @@ async def listen(
         keep_alive_s=options.keep_alive_timeout,
         max_connections=descriptors_for(options.max_connections),
     )
-    _defer_expectations(runner.server)
+    _complete_heads(runner.server)
     connections = Connections(runner.server, limits)
     tls = tls_context(options)
     if options.uds is not None:
@@ -88,8 +88,9 @@ async def listen(
     return [*await open_port(connections, host, port, tls=tls, is_shared=True), private]
 
 
-def _defer_expectations(server: web.Server) -> None:
-    """Moves the Expect header of each request to EXPECTATION, for `meet_expectation`.
+def _complete_heads(server: web.Server) -> None:
+    """Gives a target without a path the path `/` (RFC 9112, 3.2.1), which aiohttp finds no route
+    for, and moves the Expect header of each request to EXPECTATION, for `meet_expectation`.
 
     WHY: aiohttp would answer it before any middleware runs. It asks for bodies of requests that are
     then refused by their head, and repeats an expectation that it does not know.
@@ -97,6 +98,8 @@ def _defer_expectations(server: web.Server) -> None:
     make_request = server.request_factory
 
     def make(message: RawRequestMessage, *parts: Any) -> web.BaseRequest:
+        if message.url.scheme and message.url.raw_path == "/":
+            message = message._replace(url=message.url.with_path("/", keep_query=True))
         if hdrs.EXPECT not in message.headers:
             return make_request(message, *parts)
         headers: Any = message.headers.copy()

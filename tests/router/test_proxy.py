@@ -20,8 +20,8 @@ from aserve.errors import ConfigError
 from aserve.http.control.weights import ELSEWHERE
 from aserve.http.routes import ROUTES
 from aserve.router import upstream
-from aserve.router.run import RouterServer
 from aserve.router.upstream import check_address
+from tests.fakes.echo_engine import EchoEngine
 from tests.router.routed import ADMIN, CHUNKED, OK, StandIn, routed, written
 
 CHAT = "/v1/chat/completions"
@@ -201,7 +201,7 @@ async def test_headers_of_one_connection_do_not_pass() -> None:
     head = b"TE: trailers\r\nProxy-Connection: close\r\nX-Forwarded-For: 1.1.1.1\r\n" + own
     head += b"Connection: close, x-other\r\nX-Other: 1\r\nX-Forwarded-For: 2.2.2.2\r\n"
     async with routed(replica) as (_, server):
-        answer = await sent(server, b"GET /x HTTP/1.1\r\n" + head)
+        answer = await sent(server.address, b"GET /x HTTP/1.1\r\n" + head)
     asked = {line.partition(":")[0].lower(): line for line in replica.asked[0].head.split("\r\n")}
     dropped = {"te", "proxy-connection", "x-own", "x-other", "connection"}
     assert "x-kept" in asked
@@ -211,22 +211,35 @@ async def test_headers_of_one_connection_do_not_pass() -> None:
     assert b"x-own" not in answer.lower()
 
 
+@pytest.mark.parametrize("query", ["", "?c=%20d"])
+async def test_a_whole_url_may_have_no_path(query: str) -> None:
+    """A server and the router found no route for it."""
+    replica = StandIn()
+    head = b"GET http://localhost%s HTTP/1.1\r\n" % query.encode()
+    async with routed(replica) as (_, server):
+        assert b" 200 OK" in await sent(server.address, head)
+    assert replica.asked[0].line == f"GET /{query} HTTP/1.1"
+    async with EchoEngine() as engine:
+        assert b" 200 OK" in await sent(engine.url, head)
+
+
 @pytest.mark.parametrize("target", ["/v1/a%2Fb?c=%20d", "http://localhost/v1/a%2Fb?c=%20d"])
 async def test_a_target_may_be_a_whole_url(target: str) -> None:
     replica = StandIn()
     async with routed(replica) as (_, server):
-        assert b" 200 OK" in await sent(server, b"GET %s HTTP/1.1\r\n" % target.encode())
+        assert b" 200 OK" in await sent(server.address, b"GET %s HTTP/1.1\r\n" % target.encode())
         for path in ("v1/models", "server_info"):
-            answer = await sent(server, b"GET http://localhost/%s HTTP/1.1\r\n" % path.encode())
+            head = b"GET http://localhost/%s HTTP/1.1\r\n" % path.encode()
+            answer = await sent(server.address, head)
             assert answer.startswith(b"HTTP/1.1 200")
     lines = [asked.line for asked in replica.asked]
     paths = ["/v1/a%2Fb?c=%20d", "/v1/models", "/server_info"]
     assert lines == [f"GET {path} HTTP/1.1" for path in paths]
 
 
-async def sent(server: RouterServer, head: bytes) -> bytes:
+async def sent(address: str, head: bytes) -> bytes:
     """Sends a request as it is, and returns what comes back until the connection is closed."""
-    reader, writer = await asyncio.open_connection(*server.address[7:].split(":"))
+    reader, writer = await asyncio.open_connection(*address[7:].split(":"))
     writer.write(head + b"Host: localhost\r\nConnection: close\r\n\r\n")
     answer = await reader.read()
     writer.close()
