@@ -25,6 +25,7 @@ from aserve.http.live_settings import LiveSettings
 from aserve.http.lora.registry import LoraRegistry
 from aserve.http.openai.answer_size import AnswerLimits
 from aserve.http.openai.call import Origin, Requests, random_seed
+from aserve.http.openai.checks import check_model
 from aserve.http.openai.limits import MAX_SEQUENCES, Caller
 from aserve.http.peers import ALONE, Peers
 from aserve.http.time_limits import NO_LIMITS, TimeLimits, limits_in_headers
@@ -73,8 +74,10 @@ def origin_for(
 ) -> Origin:
     def completed(model: str | None, requests: Requests) -> Requests:
         """NOTE: weights and adapters may change until the gateway has the requests, so nothing is
-        awaited between the two.
+        awaited between the two. An adapter may have gone since the body was checked.
         """
+        if model is not None:
+            check_model(model, context.served_names)
         of_epoch = tuple(map(context.state.of_epoch, requests))
         return tuple(map(limits.apply, context.loras.apply(model, of_epoch)))
 

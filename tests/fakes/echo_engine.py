@@ -22,7 +22,7 @@ from aserve.actors.detokenizer import DetokenizerActor
 from aserve.actors.tokenizer import TokenizerActor
 from aserve.amendments import amended_admit
 from aserve.channel import Channel
-from aserve.config import ServerOptions
+from aserve.config import LoraOptions, ServerOptions
 from aserve.errors import ErrorInfo, InvalidRequest
 from aserve.http.lora.registry import LoraRegistry
 from aserve.http.peers import ALONE, Peers
@@ -266,7 +266,7 @@ class EchoEngine:
             max_unread_bytes=server_options.max_unread_bytes,
         )
         self.state = ServerState("ready", "", MAX_MODEL_LEN, parsers=parsers)
-        self.loras = LoraRegistry()
+        self.loras = LoraRegistry(LoraOptions(enable_lora=True))
         self.server = HttpServer(
             HttpContext(
                 gateway=self.gateway,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from aserve.http import long_json
 from aserve.http.scoring.classification import PoolingBody
+from aserve.messages.changes import EngineJob
+from aserve.text.prompt import PromptEncoder
 from tests.fakes.echo_engine import EchoEngine
 from tests.http.asking import ask
 
@@ -19,6 +22,26 @@ async def test_a_label_needs_a_prompt(echo: EchoEngine, empty: dict[str, Any]) -
     labels = {"label_token_ids": [5, 6], "apply_softmax": True}
     answer = await ask(echo, "/v1/score", empty | labels)
     assert (answer.status, answer.error["param"]) == (400, "items"), answer.text
+
+
+async def test_an_adapter_that_goes_while_a_text_is_tokenized_is_not_replaced_by_the_base_model(
+    echo: EchoEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def load(_: EngineJob) -> None:
+        return None
+
+    async def tokenize(work: Callable[[PromptEncoder], Any]) -> Any:
+        echo.loras.unload("pirate")
+        return work(echo.encoder)
+
+    await echo.loras.open(load)
+    await echo.loras.load("pirate", "there")
+    body = {"query": "a", "items": ["b"], "label_token_ids": [5]}
+    assert (await ask(echo, "/v1/score", body | {"model": "pirate"})).status == 200
+    assert echo.scheduler.admitted[-1].lora_slot == 1
+    monkeypatch.setattr(echo.tokenize_service, "run", tokenize)
+    answer = await ask(echo, "/v1/score", body | {"model": "pirate"})
+    assert (answer.status, answer.error["code"]) == (404, "model_not_found")
 
 
 async def test_nothing_of_a_refused_request_stays(echo: EchoEngine) -> None:
