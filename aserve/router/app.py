@@ -38,7 +38,7 @@ from aserve.router.owners import id_in_path
 from aserve.router.policies import Demand
 from aserve.router.prefixes import block_digests
 from aserve.router.proxy import STARTED_S, Exchange, Proxy
-from aserve.router.rate_limits import RateLimits
+from aserve.router.rate_limits import RateLimits, SocketLimits
 from aserve.router.request_facts import NO_FACTS, TOKEN_BYTES, RequestFacts, facts_of
 from aserve.router.upstream import CANNOT_CONNECT, GONE, Call, Upstream, check_address, name_of
 
@@ -162,6 +162,9 @@ class Router:
         if not owner and named[0]:
             return await self.proxy.search(exchange, [each.name for each in self._asked()])
         if hdrs.UPGRADE in request.headers and web.WebSocketResponse().can_prepare(request):
+            if self.rates.limits:
+                on_refusal = self.metrics.limited.inc
+                exchange.limits = SocketLimits(self.rates, request[CLIENT], on_refusal)
             return await self.proxy.relay(exchange, max_size=self.server.max_body_size + 1)
         if not self.rates.limits or request.method != hdrs.METH_POST:
             return await self.proxy.forward(exchange)
@@ -172,9 +175,8 @@ class Router:
         tokens; one whose client goes before the end stays charged by the estimate.
         """
         client, now_s = exchange.request[CLIENT], time.monotonic()
-        num_tokens = facts.num_prompt_tokens + facts.max_output_tokens
         try:
-            charged = self.rates.admit(client, num_tokens, now_s)
+            charged = self.rates.admit(client, facts.num_tokens, now_s)
         except RequestFailed:
             self.metrics.limited.inc()
             exchange.request[LIMITS] = self.rates.headers(client, now_s)

@@ -29,7 +29,7 @@ from aserve.errors import EngineDead, ErrorInfo
 from aserve.http.direct import DirectWriter
 from aserve.http.errors import RequestFailed
 from aserve.http.forwarding import end_to_end
-from aserve.http.websocket_relay import client_socket, pump_both
+from aserve.http.websocket_relay import accept, client_socket, pump_both
 from aserve.router.balancer import Balancer
 from aserve.router.failures import (
     BROKEN,
@@ -43,6 +43,7 @@ from aserve.router.failures import (
 from aserve.router.metrics import RouterMetrics
 from aserve.router.owners import Owners, ids_in
 from aserve.router.policies import Demand
+from aserve.router.rate_limits import SocketLimits
 from aserve.router.replica_connection import Answer, AnswerBroken
 from aserve.router.upstream import CANNOT_CONNECT, GONE, Call, Upstream
 
@@ -79,6 +80,7 @@ class Exchange:
     demand: Demand
     named: list[str] = field(default_factory=list)
     headers: dict[str, str] = field(default_factory=dict)
+    limits: SocketLimits | None = None  # of a websocket
     is_search: bool = False  # a 404 means that another replica is asked
     keeps_tail: bool = False
     tail: bytes = b""
@@ -208,7 +210,10 @@ class Proxy:
                 await client.prepare(exchange.request)
                 self._websockets.add(client)
                 try:
-                    await pump_both(client, upstream)
+                    limits = exchange.limits
+                    asked = accept if limits is None else limits.asked
+                    answered = accept if limits is None else limits.answered
+                    await pump_both(client, upstream, asked=asked, answered=answered)
                 finally:
                     self._websockets.discard(client)
             return client

@@ -1,21 +1,32 @@
 """Limits the requests and tokens per minute of each client, by token buckets.
 
 A bucket holds the limit of a minute and refills evenly. Tokens are charged by an estimate when a
-request comes, at most a full bucket, and corrected when its answer has ended. The clock is an
-argument.
+request comes, at most a full bucket, and corrected when its answer has ended. The clock of
+`RateLimits` is an argument.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+import re
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-from aserve.errors import ErrorInfo
-from aserve.http.errors import RequestFailed
+import msgspec
+from msgspec import UNSET
+
+from aserve.errors import UNDECODABLE, ErrorInfo
+from aserve.http.errors import ErrorFields, RequestFailed, error_fields
+from aserve.router.request_facts import facts_of
 
 MAX_CLIENTS = 1 << 16  # whose buckets are kept; the one that was idle longest is full again
 MINUTE_S = 60.0
+REQUESTS = ("response.create", "response.fork")  # messages of a websocket that make tokens
+END = re.compile(r'"type": ?"response\.(completed|incomplete|failed)"')
+TOTAL = re.compile(r'"total_tokens": ?(\d{1,15})(?!\d)')
 
 
 class Bucket:
@@ -88,6 +99,60 @@ class RateLimits:
         if len(self._clients) > MAX_CLIENTS:
             self._clients.popitem(last=False)
         return buckets
+
+
+class SocketLimits:
+    """The rate limits of the requests in one websocket (OpenAI's /v1/responses). Each is charged in
+    advance, and the end of an answer corrects the oldest charge.
+    """
+
+    def __init__(self, rates: RateLimits, client: str, on_refusal: Callable[[], None]) -> None:
+        self._rates = rates
+        self._client = client
+        self._on_refusal = on_refusal
+        self._charged: deque[int] = deque()
+
+    def asked(self, text: str) -> str | None:
+        """Returns the error event of a request that is over a limit."""
+        try:
+            envelope = msgspec.json.decode(text, type=_Envelope)
+        except UNDECODABLE:
+            return None
+        if envelope.type not in REQUESTS:
+            return None
+        try:
+            num_tokens = facts_of(text.encode()).num_tokens
+            self._charged.append(self._rates.admit(self._client, num_tokens, time.monotonic()))
+        except RequestFailed as refusal:
+            self._on_refusal()
+            event = _ErrorEvent(refusal.info.status, error_fields(refusal.info), envelope.stream_id)
+            return msgspec.json.encode(event).decode()
+        return None
+
+    def answered(self, text: str) -> None:
+        """An answer without a usage costs what was charged.
+
+        WHY: so does an error, and every usage counts: a client that makes an error, or reads an old
+        answer again, would get back the charge of a request that runs.
+        """
+        if END.search(text) is not None:
+            charged = self._charged.popleft() if self._charged else 0
+            told = TOTAL.findall(text)
+            self._rates.correct(
+                self._client, charged=charged, used=int(told[-1]) if told else charged
+            )
+
+
+class _Envelope(msgspec.Struct):
+    type: Any = None
+    stream_id: Any = UNSET
+
+
+class _ErrorEvent(msgspec.Struct):
+    status: int
+    error: ErrorFields
+    stream_id: Any = UNSET
+    type: str = "error"
 
 
 def _too_many(kind: str, bucket: Bucket, amount: int, wait_s: float) -> ErrorInfo:

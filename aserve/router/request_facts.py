@@ -52,6 +52,10 @@ class RequestFacts(msgspec.Struct, frozen=True):
     num_prompt_tokens: int = 0
     max_output_tokens: int = 0
 
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.max_output_tokens
+
 
 NO_FACTS = RequestFacts()
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from aserve.http.errors import RequestFailed
 from aserve.router.owners import Owners
-from aserve.router.rate_limits import RateLimits
+from aserve.router.rate_limits import RateLimits, SocketLimits
 
 
 def is_admitted(rates: RateLimits, client: str, num_tokens: int, now_s: float) -> bool:
@@ -38,6 +40,33 @@ def test_tokens_are_charged_in_advance_and_corrected_by_the_usage() -> None:
     assert refused.value.info.retry_after_s == pytest.approx((100 + 300) / 10)
     assert is_admitted(rates, "a", 5000, 1e6), "more than the limit waits for a full bucket"
     assert is_admitted(rates, "a", 600, 1e6 + 60), "and empties it, but no more"
+
+
+CREATE = '{"type":"response.create","input":"abcd","max_output_tokens":200}'
+
+
+@pytest.mark.parametrize(
+    ("answer", "used"),
+    [
+        ('{"type":"response.completed","usage":{"total_tokens":30}}', 60),
+        ('{"type":"response.incomplete","usage": {"total_tokens": 30}}', 60),
+        ('{"type":"error","error":{}}', 201),
+        ('{"type":"response.completed"}', 201),
+        (
+            '{"type":"response.x","delta":"\\"type\\":\\"response.failed\\",\\"total_tokens\\":1"}',
+            201,
+        ),
+    ],
+)
+def test_each_answer_in_a_websocket_costs_its_usage(answer: str, used: int) -> None:
+    """The second one is that of a request before, which is read again."""
+    rates = RateLimits({"tokens": 600})
+    limits = SocketLimits(rates, "a", lambda: None)
+    assert limits.asked(CREATE) is None
+    limits.answered(answer)
+    limits.answered(answer)
+    left = int(rates.headers("a", time.monotonic())["x-ratelimit-remaining-tokens"])
+    assert left == pytest.approx(600 - used, abs=2)
 
 
 def test_the_headers_are_those_of_openai() -> None:

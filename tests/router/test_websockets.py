@@ -191,6 +191,31 @@ async def test_a_redirect_of_a_websocket_is_not_followed(status: int) -> None:
     assert other.asked == []
 
 
+@pytest.mark.parametrize("limit", ["requests", "tokens"])
+async def test_the_requests_in_a_websocket_count_as_others_do(limit: str) -> None:
+    """A client could ask for as much as it liked by websocket."""
+    create = '{"type":"response.create","stream_id":"s","input":"abc","max_output_tokens":90}'
+    echo = Echo()
+    address = await echo.start()
+    async with routed(**{f"{limit}_per_minute": 1 if limit == "requests" else 100}) as (
+        client,
+        server,
+    ):
+        server.router.add(f"http://{address}")
+        all_healthy(server)
+        async with client.ws_connect(PATH) as socket:
+            for other in ('{"type":"response.amend"}', "[", '{"type":[]}'):
+                await socket.send_str(other)
+                assert await socket.receive_str() == other.upper()
+            await socket.send_str(create)
+            assert await socket.receive_str() == create.upper()
+            await socket.send_str(create)
+            event = await socket.receive_json()
+            assert (event["type"], event["status"], event["stream_id"]) == ("error", 429, "s")
+            assert event["error"]["code"] == "rate_limit_exceeded"
+    await echo.runner.cleanup()
+
+
 @pytest.mark.parametrize("page", ["own", "http://elsewhere:80"])
 async def test_a_page_of_the_router_is_a_page_of_its_replicas(page: str) -> None:
     """A replica lets its own pages open websockets, and its Host is not that of the router."""
