@@ -51,6 +51,7 @@ from aserve.parallel.topology import (
 
 logger = logging.getLogger(__name__)
 
+LATE_SHARE = 0.05  # of LOAD_S, until the ranks that have not loaded are logged
 UP_S = 60.0  # for a rank to import its libraries
 FORGET_S = 1.0  # for the event loop to end what waits for the ranks
 # Without a word from a host, which sends one every ALIVE_EVERY_S: until it counts as silent, and
@@ -83,10 +84,24 @@ def load_ranks(
         own = _built(lambda: build(meet), team.ranks)
         num_pages = tuple(group.num_pages for group in own.spec.groups)
         for rank in team.ranks:
-            loaded = rank.expect(RankLoaded)
+            loaded = _loaded(rank)
             if loaded.num_pages != num_pages:
                 raise EngineDead(f"ranks have {loaded.num_pages} and {num_pages} pages")
         return ParallelExecutor(own, team.ranks, patience, team.hosts, kv_parts=kv_parts)
+
+
+def _loaded(rank: RankProcess) -> RankLoaded:
+    late = threading.Timer(LATE_SHARE * LOAD_S, _log_late, ([rank.number],))
+    late.start()
+    try:
+        return rank.expect(RankLoaded, timeout_s=LOAD_S)
+    finally:
+        late.cancel()
+
+
+def _log_late(ranks: Sequence[int]) -> None:
+    waited_s = LATE_SHARE * LOAD_S
+    logger.warning("ranks load late ranks=%s waited_s=%.0f limit_s=%.0f", ranks, waited_s, LOAD_S)
 
 
 def _built(build: Callable[[], LocalExecutor], ranks: Sequence[RankProcess]) -> LocalExecutor:
@@ -201,7 +216,10 @@ class ParallelExecutor:
         self, answers: Sequence[asyncio.Future[ErrorInfo | None]]
     ) -> list[ErrorInfo | None]:
         """A rank that has not answered LOAD_S after rank 0 is the death of the engine."""
-        _, late = await asyncio.wait(answers, timeout=LOAD_S)
+        _, late = await asyncio.wait(answers, timeout=LATE_SHARE * LOAD_S)
+        if late:
+            _log_late([number for number, each in enumerate(answers, 1) if each in late])
+            _, late = await asyncio.wait(late, timeout=(1 - LATE_SHARE) * LOAD_S)
         if late:
             first = next(number for number, each in enumerate(answers, 1) if each in late)
             self._die(EngineDead(f"rank {first} has not answered in {LOAD_S:.0f} s"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -226,7 +227,22 @@ async def test_a_killed_rank_ends_the_engine_at_once() -> None:
     assert rank.process.returncode == -signal.SIGKILL
 
 
-async def test_a_rank_that_hangs_in_a_job_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_loads_late_is_logged_long_before_the_engine_gives_it_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(leader, "LOAD_S", 1.0)
+    ours, theirs = socket.socketpair()
+    start = StartRank(resolved_of(), str(MODEL_DIR), os.getcwd(), Coordinates(1, 2))
+    rank = RankProcess(start, ours, subprocess.Popen(["true"]))
+    with theirs, pytest.raises(EngineDead, match="rank 1 did not answer in 1 s"):
+        leader._loaded(rank)
+    rank.close()
+    assert caplog.messages == ["ranks load late ranks=[1] waited_s=0 limit_s=1"]
+
+
+async def test_a_rank_that_hangs_in_a_job_ends_the_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """No step waits for it, and no request comes while weights are replaced."""
     monkeypatch.setattr(leader, "LOAD_S", 1.0)
     executor = loaded(tensor_parallel_size=2)
@@ -242,6 +258,7 @@ async def test_a_rank_that_hangs_in_a_job_ends_the_engine(monkeypatch: pytest.Mo
     assert error is not None
     assert error.message == "the engine ended: rank 1 has not answered in 1 s"
     assert str(executor.died.result()) == "rank 1 has not answered in 1 s"
+    assert "ranks load late ranks=[1] waited_s=0 limit_s=1" in caplog.messages
 
 
 @pytest.mark.parametrize(
