@@ -193,11 +193,12 @@ async def _probe(request: web.Request, peers: Peers, target: int) -> None:
     """Raises TimeoutError when a frontend has not answered a probe in time."""
     url = request.url.with_scheme("http").with_path(PROBE)
     headers = [(FORWARDED, peers.header_for(request))]
+    pause_s = ANSWER_S / 5
     while True:
-        await asyncio.sleep(ANSWER_S / 5)
+        await asyncio.sleep(pause_s)
         try:
             async with (
-                asyncio.timeout(ANSWER_S),
+                asyncio.timeout(ANSWER_S - pause_s),
                 _session(peers, target) as session,
                 session.get(url, headers=headers),
             ):
