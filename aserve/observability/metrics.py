@@ -106,7 +106,7 @@ class Metrics:
                 for actor, backlog in report.backlogs:
                     self._steps.backlog.labels(actor).set(backlog)
             case EngineDown():
-                self._steps.on_engine_down(is_asleep=report.is_asleep)
+                self._steps.on_engine_down(is_restart=report.is_restart)
             case RequestState():
                 self.latency.on_state(report)
                 self.recent.on_state(report)
@@ -264,9 +264,9 @@ class _StepMetrics:
         if report.drafts is not None:
             self._drafts.on_counts(report.drafts)
 
-    def on_engine_down(self, *, is_asleep: bool) -> None:
+    def on_engine_down(self, *, is_restart: bool) -> None:
         """The next engine begins with nothing, and counts from 0."""
-        self.engine_restarts.inc(not is_asleep)
+        self.engine_restarts.inc(is_restart)
         for gauge in (self.running, self.waiting, self.waiting_clients, self.used_pages):
             gauge.set(0)
         self._num_retracted = 0

@@ -143,12 +143,13 @@ class StartupStage(Message, frozen=True):
 
 
 class EngineDown(Message, frozen=True):
-    """The engine process has died and is started again, or it has ended because the engine
-    sleeps.
+    """The engine process has closed its socket, and then `is_restart`: it is started again. Or it
+    has ended because the engine sleeps.
     """
 
     reason: str
     is_asleep: bool = False
+    is_restart: bool = False
 
 
 class EngineUp(Message, frozen=True):

@@ -178,11 +178,8 @@ class RemoteEngineCore:
 
     def age_s(self) -> float:
         """An engine that is being restarted sends nothing, and is not stuck."""
-        return 0.0 if self._is_restarting else time.monotonic() - self._heard_at_s
-
-    @property
-    def _is_restarting(self) -> bool:
-        return self._on_death is not None and not self.is_up
+        is_restarting = self._on_death is not None and not self.is_up
+        return 0.0 if is_restarting else time.monotonic() - self._heard_at_s
 
     def _on_message(self, message: ToFrontend) -> None:
         match message:
@@ -281,6 +278,8 @@ class RemoteEngineCore:
     def _on_link_end(self, error: Exception | None) -> None:
         was_up, self.is_up = self.is_up, False
         if not self._is_closing:
+            if was_up:
+                self._ports.report(EngineDown("its process has closed its socket"))
             self._link.discard()
             self._link.spawn(self._bury(error, was_up=was_up))
 
@@ -305,7 +304,7 @@ class RemoteEngineCore:
         """Starts engines until one is up, or too many have died."""
         since_s = time.monotonic()
         while (delay_s := self._process.restart_delay_s()) is not None:
-            self._ports.report(EngineDown(died.reason))
+            self._ports.report(EngineDown(died.reason, is_restart=True))
             for ended in self._journal.lose():
                 self._ports.text.send(ended)
             for request in self._journal.requests():
@@ -320,8 +319,10 @@ class RemoteEngineCore:
             except AserveError as error:
                 died = Died("engine", error.message)
                 continue
-            took_s = time.monotonic() - since_s
-            logger.info("engine restarted requests=%s took_s=%.3f", len(self._journal), took_s)
+            logger.info(
+                "engine restarted requests=%s took_s=%.3f",
+                *(len(self._journal), time.monotonic() - since_s),
+            )
             return
         assert self._on_death is not None
         self._on_death(died.name, EngineDead(died.reason + self._process.limit))

@@ -353,14 +353,14 @@ def test_a_long_request_keeps_its_longest_spans_and_all_its_chunks() -> None:
 def test_an_engine_that_was_started_again_counts_from_0_and_the_sums_go_on() -> None:
     metrics = Metrics()
     metrics.received(request("a"))
-    for report in (REPORT, EngineDown("it was killed"), REPORT):
+    for report in (REPORT, EngineDown("it was killed", is_restart=True), REPORT):
         metrics.on_report(report)
     assert value(metrics, "aserve_engine_restarts_total") == 1
     assert value(metrics, "aserve_retractions_total") == 2
     assert value(metrics, "aserve_steps_launched_total") == 4
     assert value(metrics, "aserve_queue_seconds_count") == 1
     assert reconciles(metrics)
-    metrics.on_report(EngineDown("it was killed"))
+    metrics.on_report(EngineDown("it was killed", is_restart=True))
     gauges = ("aserve_sequences_running", "aserve_sequences_waiting", "aserve_kv_pages_used")
     assert [value(metrics, name) for name in gauges] == [0, 0, 0]
 

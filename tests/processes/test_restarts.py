@@ -88,10 +88,9 @@ async def test_while_the_engine_is_away_the_server_lives_and_requests_wait_or_le
         first = asyncio.ensure_future(rig.ask("first"))
         await until_tokens(rig, 5)
         rig.process.kill()
-        while not state.watch.down_reason:  # noqa: ASYNC110
+        while "SIGKILL" not in health_of(state, 300).reason:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         assert health_of(state, 300).status == "restarting"
-        assert "SIGKILL" in health_of(state, 300).reason
         assert liveness_of(state, 300).status == "alive"
         assert state.refusal() is None
         error = await rig.core.run_job(LoadLora(1, 1, "there"))
@@ -115,6 +114,28 @@ async def test_while_the_engine_is_away_the_server_lives_and_requests_wait_or_le
         assert tokens_of(await second) == expected(seed=7)
         assert health_of(state, 300).status == "ready"
         assert len(rig.core._journal) == 0
+
+
+@pytest.mark.slow
+async def test_a_server_is_not_ready_while_its_dead_engine_takes_its_time_to_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running("steady", max_restarts=1) as rig:
+        state, process, has_ended = rig.frontend.state, rig.core._process, asyncio.Event()
+        bury = process.bury
+
+        async def bury_late() -> str:
+            await has_ended.wait()
+            return await bury()
+
+        monkeypatch.setattr(process, "bury", bury_late)
+        rig.process.kill()
+        while rig.core.is_up:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert health_of(state, 300).status == "restarting"
+        has_ended.set()
+        await rig.has_restarted.wait()
+        assert rig.metric("aserve_engine_restarts_total") == 1
 
 
 @pytest.mark.slow
