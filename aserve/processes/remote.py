@@ -321,7 +321,8 @@ class RemoteEngineCore:
                 continue
             logger.info(
                 "engine restarted requests=%s took_s=%.3f",
-                *(len(self._journal), time.monotonic() - since_s),
+                len(self._journal),
+                time.monotonic() - since_s,
             )
             return
         assert self._on_death is not None
