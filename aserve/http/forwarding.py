@@ -9,33 +9,33 @@ adapters, and hears from the engine first. A frontend answers what another one h
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import errno
 import functools
-import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Set
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
 
 import aiohttp
-import msgspec
-from aiohttp import hdrs, web
-from multidict import MultiMapping
-from prometheus_client import CONTENT_TYPE_LATEST
+from aiohttp import web
 
 from aserve.errors import AserveError, EngineDead, NotFound
+from aserve.http.all_frontends import ask_all
 from aserve.http.errors import RequestFailed, info_of, refused
-from aserve.http.intake import INTAKE
-from aserve.http.peers import EXPIRES, FORWARDED, PASSED_ON, RAW_BODY, Peers, owner_of
+from aserve.http.frontend_requests import (
+    ANSWER_S,
+    BEGIN_S,
+    GONE,
+    ask,
+    body_of,
+    headers_for,
+    is_silent,
+    pass_on,
+    session_with,
+    silence,
+)
+from aserve.http.peers import EXPIRES, RAW_BODY, Peers, owner_of
 from aserve.http.route import METRICS, Route
-from aserve.http.state import REQUEST_ID, HttpContext
+from aserve.http.state import HttpContext
 from aserve.http.websocket_relay import client_socket, pump_both
-from aserve.observability.metric_sums import summed
-
-Headers: TypeAlias = list[tuple[str, str]]
 
 # Every frontend serves these.
 LOCAL = frozenset(
@@ -60,32 +60,6 @@ MERGED = frozenset(
 BY_ID = frozenset({"/v1/requests/{id}", "/v1/requests/{id}/fork", "/v1/streams/{id}"})
 
 LAST_EVENT_ID = "Last-Event-ID"
-PROBE = "/livez"
-CONNECT_S = 5.0
-# For what a frontend does at once: one that is stopped, or whose event loop stands still, does not.
-# An engine is stuck after the same time. A frontend that goes on later than BEGIN_S does nothing of
-# what was asked meanwhile, because the others have given up then, or will have.
-ANSWER_S = 10.0
-BEGIN_S = 8.0
-# Headers of one connection (RFC 9110, 7.6.1), and those that the connection between frontends has.
-# `end_to_end` adds those that Connection names.
-HOP_BY_HOP = frozenset(
-    name.lower()
-    for name in (
-        *(hdrs.CONNECTION, hdrs.KEEP_ALIVE, hdrs.PROXY_AUTHENTICATE, hdrs.PROXY_AUTHORIZATION),
-        *(hdrs.TRAILER, hdrs.TRANSFER_ENCODING, hdrs.UPGRADE, hdrs.EXPECT),
-        *(FORWARDED, EXPIRES),
-        *("Proxy-Connection", hdrs.TE),
-        *(hdrs.SEC_WEBSOCKET_KEY, hdrs.SEC_WEBSOCKET_VERSION, hdrs.SEC_WEBSOCKET_EXTENSIONS),
-        *(hdrs.SEC_WEBSOCKET_PROTOCOL, hdrs.SERVER, hdrs.DATE),
-    )
-)
-OF_A_BODY = frozenset({"content-length", "content-type", "content-encoding"})
-JSON = (hdrs.CONTENT_TYPE, "application/json")
-SKIPPED = (hdrs.USER_AGENT, hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.CONTENT_TYPE)
-GONE = (aiohttp.ClientConnectionError, OSError)
-
-T = TypeVar("T")
 
 
 def forwarded(route: Route, context: HttpContext) -> Route:
@@ -104,7 +78,7 @@ async def _dispatch(route: Route, request: web.Request, context: HttpContext) ->
         _check_time(request, context)
         return await route.handler(request, context)
     if route.path in MERGED:
-        return await _ask_all(route, request, peers)
+        return await ask_all(route, request, peers)
     if route.path in BY_ID:
         return await _ask_by_id(route, request, peers)
     target = peers.number if route.path in LOCAL else 0
@@ -145,11 +119,11 @@ async def _forward(
         if web.WebSocketResponse().can_prepare(request):
             return await _relay(request, context, target)
         data = body or (request.content if request.can_read_body else None)
-        async with _asked(request, peers, target, data) as answer:
-            return await _passed_on(answer, request)
+        async with ask(request, peers, target, data) as answer:
+            return await pass_on(answer, request)
     except GONE as error:
-        if _is_silent(error):
-            raise _silence([target], request.path, ANSWER_S) from None
+        if is_silent(error):
+            raise silence([target], request.path, ANSWER_S) from None
         if isinstance(error, ConnectionResetError):  # the client has gone
             raise
         if target:
@@ -157,106 +131,14 @@ async def _forward(
         raise EngineDead("the first frontend does not answer", retry_after_s=5) from None
 
 
-@contextlib.asynccontextmanager
-async def _asked(
-    request: web.Request, peers: Peers, target: int, data: Any
-) -> AsyncIterator[aiohttp.ClientResponse]:
-    request[PASSED_ON] = True
-    async with _session(peers, target) as session:
-        asked = session.request(
-            request.method,
-            request.url.with_scheme("http"),
-            headers=_headers(request, peers),
-            data=data,
-            skip_auto_headers=SKIPPED,
-            allow_redirects=False,
-        )
-        async with await _begun(asked, _probe(request, peers, target)) as answer:
-            yield answer
-
-
-async def _begun(
-    asked: Awaitable[aiohttp.ClientResponse], probes: Coroutine[Any, Any, None]
-) -> aiohttp.ClientResponse:
-    """Waits for the beginning of an answer as long as its frontend answers probes."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            probing = group.create_task(probes)
-            answer = await asked
-            probing.cancel()
-    except BaseExceptionGroup as failed:
-        raise failed.exceptions[0] from None
-    return answer
-
-
-async def _probe(request: web.Request, peers: Peers, target: int) -> None:
-    """Raises TimeoutError when a frontend has not answered a probe in time."""
-    url = request.url.with_scheme("http").with_path(PROBE)
-    headers = [(FORWARDED, peers.header_for(request))]
-    pause_s = ANSWER_S / 5
-    while True:
-        await asyncio.sleep(pause_s)
-        try:
-            async with (
-                asyncio.timeout(ANSWER_S - pause_s),
-                _session(peers, target) as session,
-                session.get(url, headers=headers),
-            ):
-                pass
-        except GONE as error:
-            if _is_silent(error):
-                raise TimeoutError from None
-
-
-def _session(peers: Peers, target: int) -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(
-        connector=aiohttp.UnixConnector(peers.socket_of(target), force_close=True),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-        auto_decompress=False,
-        cookie_jar=aiohttp.DummyCookieJar(),
-    )
-
-
-def _headers(request: web.Request, peers: Peers) -> Headers:
-    expires = f"{time.monotonic() + BEGIN_S}"
-    own = [(FORWARDED, peers.header_for(request)), (EXPIRES, expires)]
-    return [*end_to_end(request.headers), *own]
-
-
-def end_to_end(given: MultiMapping[str]) -> Headers:
-    """Returns the headers of a message that are not of one connection."""
-    dropped: Set[str] = HOP_BY_HOP
-    if hdrs.CONNECTION in given:
-        named = ",".join(given.getall(hdrs.CONNECTION)).lower().split(",")
-        dropped = HOP_BY_HOP.union(map(str.strip, named))
-    return [(name, value) for name, value in given.items() if name.lower() not in dropped]
-
-
-async def _passed_on(answer: aiohttp.ClientResponse, request: web.Request) -> web.StreamResponse:
-    """Streams the answer of another frontend to the client, whose speed is then that of both."""
-    headers = end_to_end(answer.headers)
-    request[REQUEST_ID] = answer.headers.get("X-Request-Id", request[REQUEST_ID])
-    response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
-    await response.prepare(request)
-    try:
-        async for piece in answer.content.iter_any():
-            await response.write(piece)
-    except aiohttp.ClientError as error:
-        if request.transport is not None:
-            request.transport.abort()
-        raise ConnectionResetError("another frontend ended within its answer") from error
-    await response.write_eof()
-    return response
-
-
 async def _relay(request: web.Request, context: HttpContext, target: int) -> web.WebSocketResponse:
     peers = context.peers
-    async with _session(peers, target) as session:
+    async with session_with(peers, target) as session:
         try:
             async with asyncio.timeout(ANSWER_S):
                 upstream = await session.ws_connect(
                     request.url.with_scheme("http"),
-                    headers=_headers(request, peers),
+                    headers=headers_for(request, peers),
                     heartbeat=context.heartbeat_s,
                     max_msg_size=0,
                     compress=0,
@@ -271,28 +153,20 @@ async def _relay(request: web.Request, context: HttpContext, target: int) -> web
         return client
 
 
-async def _body_of(request: web.Request) -> bytes | None:
-    if not request.can_read_body:
-        return None
-    intake = request.app[INTAKE]
-    with intake.hold() as held:
-        return await intake.receive(request, held)
-
-
 async def _ask_by_id(route: Route, request: web.Request, peers: Peers) -> web.StreamResponse:
     """Asks the frontend that made the id. An id may also be the client's own, so the others are
     asked if that one does not know it.
     """
-    body = await _body_of(request)
+    body = await body_of(request)
     owner = owner_of(request.match_info["id"])
     numbers = sorted(peers.numbers(), key=lambda number: number == owner, reverse=True)
     for number in numbers:
-        asked = _asked(request, peers, number, body)
+        asked = ask(request, peers, number, body)
         try:
             response = await _known(request, asked, is_last=number == numbers[-1])
         except (TimeoutError, aiohttp.ClientConnectorError) as error:
-            if _is_silent(error):
-                raise _silence([number], route.path, ANSWER_S) from None
+            if is_silent(error):
+                raise silence([number], route.path, ANSWER_S) from None
             continue  # it has ended
         if response is not None:
             return response
@@ -309,116 +183,4 @@ async def _known(
     async with asked as answer:
         if answer.status == NotFound.status and not is_last:
             return None
-        return await _passed_on(answer, request)
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    status: int
-    content_type: str
-    body: bytes
-
-
-async def _ask_all(route: Route, request: web.Request, peers: Peers) -> web.Response:
-    """Adds up the answers of all frontends. The answer is an error if one of them is."""
-    body = await _body_of(request)
-    ask = functools.partial(_whole, request, peers, body=body)
-    answers = await _of_all(route.path, peers, ask, wait_s=0)
-    failed = [answer for answer in answers if answer.status >= 400]
-    if failed:
-        first = failed[0]
-        return web.Response(body=first.body, status=first.status, content_type=first.content_type)
-    bodies = [answer.body for answer in answers]
-    if route.path == METRICS:
-        data = summed(bodies)
-        return web.Response(body=data, headers={hdrs.CONTENT_TYPE: CONTENT_TYPE_LATEST})
-    data = msgspec.json.encode(merged([msgspec.json.decode(each) for each in bodies]))
-    return web.Response(body=data, content_type="application/json")
-
-
-async def tell_all(
-    request: web.Request, peers: Peers, path: str, body: bytes, *, wait_s: float
-) -> dict[str, Any]:
-    """Posts a JSON body to another path of every frontend, with the key of `request`. Each may wait
-    for `wait_s` before it answers. Returns the sum of their answers, or one that is an error.
-    """
-    given = _headers(request, peers)
-    headers = [pair for pair in given if pair[0].lower() not in OF_A_BODY]
-    url = request.url.with_scheme("http").with_path(path)
-
-    async def tell(number: int) -> dict[str, Any]:
-        async with (
-            _session(peers, number) as session,
-            session.post(url, data=body, headers=[*headers, JSON]) as answer,
-        ):
-            found: dict[str, Any] = await answer.json()
-            return found
-
-    told = await _of_all(path, peers, tell, wait_s=wait_s)
-    failed = [each for each in told if "error" in each]
-    return failed[0] if failed else merged(told)
-
-
-async def _of_all(
-    path: str, peers: Peers, ask: Callable[[int], Awaitable[T]], *, wait_s: float
-) -> list[T]:
-    """Returns the answers of the frontends that have not ended, and raises if one of them gives
-    none in time. The others have done then what they were asked for. What it missed of the state
-    that all share, it gets from the first frontend, over the link, when it goes on.
-    """
-    limit_s = ANSWER_S + wait_s
-    silent: list[int] = []
-
-    async def within_limit(number: int) -> list[T]:
-        try:
-            async with asyncio.timeout(limit_s):
-                return [await ask(number)]
-        except GONE as error:
-            if _is_silent(error):
-                silent.append(number)
-        return []
-
-    answers = await asyncio.gather(*map(within_limit, peers.numbers()))
-    if silent:
-        raise _silence(silent, path, limit_s)
-    return list(itertools.chain(*answers))
-
-
-def _silence(numbers: list[int], path: str, limit_s: float) -> EngineDead:
-    return EngineDead(
-        f"Frontends {numbers} have not answered {path} within {limit_s:g} s; the others do what "
-        "they are asked for. Let these processes go on, or end them: then they are started again.",
-        code="frontend_silent",
-        retry_after_s=ANSWER_S,
-    )
-
-
-def _is_silent(error: aiohttp.ClientError | OSError) -> bool:
-    """Returns whether a process listens, but answers too late, or has no room for connections."""
-    is_full = isinstance(error, OSError) and error.errno == errno.EAGAIN
-    return is_full or isinstance(error, TimeoutError)
-
-
-async def _whole(request: web.Request, peers: Peers, number: int, *, body: bytes | None) -> _Answer:
-    async with _asked(request, peers, number, body) as answer:
-        data = await answer.read()
-    return _Answer(answer.status, answer.content_type, data)
-
-
-def merged(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Adds up the numbers of JSON objects, and joins their lists. `now_s` is the earliest, up to
-    which all of them tell what happened. All else is of the first that has it, as are values whose
-    types differ.
-    """
-    whole = dict(answers[0])
-    for answer in answers[1:]:
-        for key, value in answer.items():
-            if whole.get(key) is None:
-                whole[key] = value
-            elif type(value) is not type(whole[key]):
-                continue
-            elif key == "now_s":
-                whole[key] = min(whole[key], value)
-            elif isinstance(value, int | list) and not isinstance(value, bool):
-                whole[key] = whole[key] + value
-    return whole
+        return await pass_on(answer, request)

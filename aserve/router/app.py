@@ -18,7 +18,7 @@ from aserve.errors import AserveError
 from aserve.http.auth import Access, read_keys
 from aserve.http.connection import close_after_unsized
 from aserve.http.errors import RequestFailed, error_response, http_error_info, info_of, refused
-from aserve.http.forwarding import Headers, end_to_end
+from aserve.http.frontend_requests import Headers, end_to_end
 from aserve.http.hosts import AllowedHosts, is_own_page
 from aserve.http.intake import check_size, meet_expectation
 from aserve.http.peers import ALONE, FORWARDED, PEERS

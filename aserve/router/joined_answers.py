@@ -11,7 +11,8 @@ from aiohttp import hdrs, web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from aserve.errors import UNDECODABLE, EngineDead
-from aserve.http.forwarding import end_to_end, merged
+from aserve.http.all_frontends import merged
+from aserve.http.frontend_requests import end_to_end
 from aserve.observability.metric_sums import summed
 from aserve.router.metrics import RouterMetrics
 from aserve.router.upstream import GONE, PROBE_S, Call, Upstream, Whole

@@ -28,7 +28,7 @@ from aserve.config import RouterOptions
 from aserve.errors import EngineDead, ErrorInfo
 from aserve.http.direct import DirectWriter
 from aserve.http.errors import RequestFailed
-from aserve.http.forwarding import end_to_end
+from aserve.http.frontend_requests import end_to_end
 from aserve.http.websocket_relay import accept, client_socket, pump_both
 from aserve.router.balancer import Balancer
 from aserve.router.failures import (

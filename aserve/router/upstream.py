@@ -25,7 +25,7 @@ from yarl import URL
 
 from aserve.config import RouterOptions
 from aserve.errors import UNDECODABLE, ConfigError
-from aserve.http.forwarding import SKIPPED, Headers
+from aserve.http.frontend_requests import SKIPPED, Headers
 from aserve.options.option import is_host
 from aserve.router.replica_connection import (
     ANY_BYTES,

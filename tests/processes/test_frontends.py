@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aserve.errors import BugError
-from aserve.http.forwarding import merged
+from aserve.http.all_frontends import merged
 from aserve.http.peers import Peers, owner_of
 from aserve.messages.base import pack_i32
 from aserve.messages.changes import Amend, Amended

@@ -17,11 +17,11 @@ import msgspec
 from aiohttp import web
 
 from aserve.http.abort import ABORTS
+from aserve.http.all_frontends import tell_all
 from aserve.http.auth import IDENTITY
 from aserve.http.body import parse_query
 from aserve.http.delivery import json_response
 from aserve.http.errors import refused
-from aserve.http.forwarding import tell_all
 from aserve.http.openai.limits import check_range
 from aserve.http.route import Route, get, post
 from aserve.http.state import HttpContext
