@@ -111,9 +111,16 @@ class Store:
             )
 
     def append(self, file_id: str, data: bytes) -> None:
-        """Appends to a content that no record names yet."""
-        with self.path_of(file_id).open("ab") as content:
-            content.write(data)
+        """Appends to a content that no record names yet. Raises QueueFull if the disk is full."""
+        try:
+            with self.path_of(file_id).open("ab") as content:
+                content.write(data)
+        except OSError as error:
+            raise QueueFull(
+                f"The server cannot write the file: {error.strerror}.",
+                code="files_full",
+                retry_after_s=RETRY_AFTER_S,
+            ) from error
 
     def discard(self, file_id: str) -> None:
         self.path_of(file_id).unlink(missing_ok=True)

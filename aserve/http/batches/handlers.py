@@ -6,9 +6,11 @@ import asyncio
 import dataclasses
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import msgspec
-from aiohttp import BodyPartReader, hdrs, web
+from aiohttp import BodyPartReader, MultipartReader, StreamReader, hdrs, web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from aserve.batches.records import (
     BatchBody,
@@ -34,6 +36,7 @@ from aserve.http.state import HttpContext, caller_for
 MAX_OPEN = 32  # batches of one owner
 MAX_PAGE = 10_000
 MAX_NAME = 255
+MAX_LINES = 256  # of a form, but for those of contents
 MAX_FIELD = 64  # bytes of a field beside the file
 CHUNK_BYTES = 1 << 18
 WINDOWS = {"24h": 24 * 3600}
@@ -108,7 +111,7 @@ async def _receive(
             return await _read_form(request, store, file_id, context, deadline)
     except TimeoutError:
         raise refused(408, "The file did not arrive in time. See --body-timeout.") from None
-    except ValueError as error:
+    except (ValueError, HttpProcessingError) as error:
         raise InvalidRequest(f"The form is not valid: {str(error)[:200]}.") from None
 
 
@@ -120,14 +123,36 @@ async def _read_form(
     deadline: asyncio.Timeout,
 ) -> dict[str, str]:
     fields: dict[str, str] = {}
-    async for part in await request.multipart():
+    content: Any = _FormContent(request.content)
+    async for part in MultipartReader(request.headers, content):
         if not isinstance(part, BodyPartReader) or not part.name:
             raise refused(400, "A part of the form has no name, or is a form itself.")
+        if part.name in fields:
+            raise refused(400, f"The form has two parts with the name '{part.name[:MAX_FIELD]}'.")
         if part.name == "file":
             fields["file"] = await _keep(part, store, file_id, context, deadline)
         else:
-            fields[part.name[:MAX_FIELD]] = await _field(part)
+            fields[part.name] = await _field(part)
     return fields
+
+
+class _FormContent:
+    """The body of a form, with a bound on the lines before, between and behind the contents of its
+    parts. WHY: aiohttp reads lines that have arrived, millions of them, without a turn of the loop.
+    """
+
+    def __init__(self, body: StreamReader) -> None:
+        self._num_left = MAX_LINES
+        self._readline = body.readline
+        self.read = body.read
+        self.at_eof = body.at_eof
+        self.unread_data = body.unread_data
+
+    async def readline(self, **limits: int) -> bytes:
+        self._num_left -= 1
+        if self._num_left < 0:
+            raise ValueError(f"more than {MAX_LINES} lines outside of its contents")
+        return await self._readline(**limits)
 
 
 async def _keep(
@@ -150,7 +175,8 @@ async def _keep(
         until_s = deadline.when()
         assert until_s is not None
         deadline.reschedule(until_s + len(chunk) / MIN_BYTES_PER_S)
-    return (part.filename or "file")[:MAX_NAME]
+    name = (part.filename or "file")[:MAX_NAME]
+    return name.encode("utf-8", "backslashreplace").decode()  # its bytes may be no UTF-8
 
 
 async def _field(part: BodyPartReader) -> str:

@@ -376,6 +376,57 @@ async def test_uploads_are_bounded_and_leave_nothing(tmp_path: Path) -> None:
         assert [path.name for path in (tmp_path / "contents").iterdir()] == [kept.id]
 
 
+FORM = {"Content-Type": "multipart/form-data; boundary=b"}
+PURPOSE = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+FILE = b'--b\r\nContent-Disposition: form-data; name="file"; filename="%b"\r\n\r\nx\r\n'
+FIELD = b'--b\r\nContent-Disposition: form-data; name="%d"\r\n\r\n\r\n'
+END = b"--b--\r\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (PURPOSE + FILE % b"a" + FILE % b"a" + END, "two parts with the name 'file'"),
+        (b"\n" * 300_000 + PURPOSE + FILE % b"a" + END, "lines outside"),
+        (PURPOSE + FILE % b"a" + b"".join(FIELD % i for i in range(5000)) + END, "lines outside"),
+        (PURPOSE + FILE % (b"a" * 9000) + END, "Got more than"),
+        (b"--b\r\n" + b"X: y\r\n" * 200 + b"\r\n\r\n" + END, "Too many headers"),
+    ],
+    ids=["two files", "preamble", "many fields", "long header", "many headers"],
+)
+async def test_a_form_that_would_hold_up_the_loop_or_fill_the_disk_is_refused(
+    tmp_path: Path, body: bytes, words: str
+) -> None:
+    """aiohttp reads the lines of a preamble and the parts of a form without a turn of the loop, and
+    two files were one, of up to twice the size.
+    """
+    async with EchoEngine(files_dir=str(tmp_path)) as echo:
+        async with echo.web.post("/v1/files", data=body, headers=FORM) as response:
+            assert response.status == 400
+            assert words in (await response.json())["error"]["message"]
+        assert not list((tmp_path / "contents").iterdir())
+
+
+async def test_a_file_whose_name_is_not_utf8_is_kept(tmp_path: Path) -> None:
+    body = PURPOSE + FILE % b"a\xff" + END
+    async with (
+        EchoEngine(files_dir=str(tmp_path)) as echo,
+        echo.web.post("/v1/files", data=body, headers=FORM) as response,
+    ):
+        assert (await response.json())["filename"] == "a\\udcff"
+
+
+async def test_an_upload_to_a_full_disk_is_refused_until_there_is_room(tmp_path: Path) -> None:
+    async with EchoEngine(files_dir=str(tmp_path)) as echo:
+        contents = tmp_path / "contents"
+        contents.rename(tmp_path / "away")
+        client = echo.client.with_options(max_retries=0)
+        with pytest.raises(openai.RateLimitError, match="cannot write the file"):
+            await client.files.create(file=("a", b"x"), purpose="batch")
+        (tmp_path / "away").rename(contents)
+        await client.files.create(file=("a", b"x"), purpose="batch")
+
+
 async def test_without_a_folder_there_are_no_files() -> None:
     async with EchoEngine() as echo:
         with pytest.raises(openai.NotFoundError, match="--files-dir"):
