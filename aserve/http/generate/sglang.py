@@ -1,8 +1,8 @@
 """POST /generate as in SGLang: texts or token ids in, texts, ids and log-probabilities out. A body
 with `inputs` belongs to Text Generation Inference.
 
-Each event of a stream has the whole text so far. Past CUMULATIVE_CHARS an event is sent only when
-the text has grown by a part of its length, so that the bytes of a stream grow linearly with it.
+Each event of a stream has the whole output so far. Past CUMULATIVE_CHARS an event is sent only when
+the output has grown by a part of its length, so that the bytes of a stream grow linearly with it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ T = TypeVar("T")
 
 DEFAULT_MAX_TOKENS = 128
 CUMULATIVE_CHARS = 4096
-GROWTH = 256  # a longer text is sent again when it has grown by 1 / GROWTH
+GROWTH = 256  # a longer output is sent again when it has grown by 1 / GROWTH
+# The same of outputs with log-probabilities, which are many times as long, and the characters of a
+# log-probability.
+SCORED_CHARS, SCORED_GROWTH, LOGPROB_CHARS = 1 << 16, 16, 40
 
 # aserve's names of the fields that errors name, and SGLang's.
 NAMES = {
@@ -289,15 +292,26 @@ class SglangRendering:
         self._sent_len = [0] * call.num_sequences
 
     def events(self, index: int, chunk: OutputChunk, output: Output) -> Iterator[bytes]:
-        length, sent = output.text_len, self._sent_len[index]
-        is_due = length <= CUMULATIVE_CHARS or length - sent >= length // GROWTH
         if not chunk.token_ids and output.finish_reason is None:
             return
-        if is_due or output.finish_reason is not None:
-            self._sent_len[index] = length
+        if self._is_due(index, output) or output.finish_reason is not None:
             record = self._generated(index, output)
             record.index = index if self._is_list else UNSET
             yield frame(msgspec.json.encode(record))
+
+    def _is_due(self, index: int, output: Output) -> bool:
+        """Whether an output has grown enough. Its tokens may have no text."""
+        length = max(output.text_len, output.usage.completion_tokens)
+        whole_len, growth = CUMULATIVE_CHARS, GROWTH
+        num_top = self.call.sampling.logprobs
+        if num_top is not None:
+            num_scored = len(output.logprobs) + len(output.prompt)
+            length += LOGPROB_CHARS * num_scored * (1 + num_top)
+            whole_len, growth = SCORED_CHARS, SCORED_GROWTH
+        is_due = length <= whole_len or length - self._sent_len[index] >= length // growth
+        if is_due:
+            self._sent_len[index] = length
+        return is_due
 
     def last_events(self, outputs: list[Output]) -> Iterable[bytes]:
         return (DONE,)

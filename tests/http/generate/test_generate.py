@@ -16,10 +16,10 @@ from aserve.http.generate.sglang import sglang_rendering
 from aserve.http.generate.tgi import TgiRendering, tgi_call
 from aserve.http.openai.call import Origin
 from aserve.http.rendering import Output
-from aserve.messages.base import pack_i32
+from aserve.messages.base import FinishReason, pack_i32
 from aserve.messages.output import OutputChunk, Usage
 from aserve.messages.requests import Grammar
-from aserve.messages.scored import TokenLogprob
+from aserve.messages.scored import TokenLogprob, TopLogprob
 from tests.fakes.echo_engine import EchoEngine
 from tests.http.asking import Answer, ask, prompts, told
 
@@ -207,19 +207,34 @@ def test_an_output_of_tgi_without_tokens_is_not_the_best_one() -> None:
     assert json.loads(whole)["generated_text"] == "a"
 
 
-def test_the_bytes_of_a_cumulative_stream_grow_linearly_with_the_text() -> None:
-    body = GenerateBody(text="a", sampling_params=SglangSampling(max_new_tokens=1), stream=True)
-    sizes = []
-    for num_events in (20_000, 40_000):
-        rendering = sglang_rendering(body, Origin("id", 0, ("echo",)))
-        output = Output()
-        size = 0
-        for number in range(1, num_events + 1):
-            chunk = OutputChunk("id-0", 0, "four", pack_i32([1]), Usage(1, number))
-            output.add(chunk)
-            size += sum(map(len, rendering.events(0, chunk, output)))
-        sizes.append(size)
+def sglang_bytes(num_tokens: int, text: str, num_top: int | None = None) -> list[int]:
+    """Returns the lengths of the events of a stream, one of whose tokens comes at a time."""
+    params = SglangSampling(max_new_tokens=1)
+    body = GenerateBody(text="a", sampling_params=params, stream=True)
+    body.return_logprob, body.top_logprobs_num = num_top is not None, num_top
+    top = (TopLogprob(5, "a", b"a", -1.0),) * (num_top or 0)
+    entries = () if num_top is None else (TokenLogprob(5, "a", b"a", -1.0, top),)
+    rendering, output = sglang_rendering(body, Origin("id", 0, ("echo",))), Output()
+    lengths: list[int] = []
+    for number in range(1, num_tokens + 1):
+        reason: FinishReason | None = "length" if number == num_tokens else None
+        chunk = OutputChunk(
+            "id-0", 0, text, pack_i32([1]), Usage(1, number), entries, finish_reason=reason
+        )
+        output.add(chunk)
+        lengths += map(len, rendering.events(0, chunk, output))
+    return lengths
+
+
+@pytest.mark.parametrize("text", ["four", ""])
+def test_the_bytes_of_a_cumulative_stream_grow_linearly_with_the_output(text: str) -> None:
+    sizes = [sum(sglang_bytes(num_tokens, text)) for num_tokens in (20_000, 40_000)]
     assert sizes[1] < 2.2 * sizes[0]
+
+
+def test_a_cumulative_stream_is_few_times_as_long_as_an_answer_with_logprobs() -> None:
+    lengths = sglang_bytes(900, "four", num_top=20)
+    assert sum(lengths) < 20 * lengths[-1]
 
 
 CONSTRAINED = {"regex": Grammar("regex", "a+", "structured_outputs.regex")}
