@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+import msgspec
+
 from aserve.actors.scheduler import PeerEvent
 from aserve.actors.supervisor import Supervised
 from aserve.channel import Sink
@@ -17,7 +19,7 @@ from aserve.config import DisaggregationOptions, Resolved
 from aserve.disagg.carriers import Inlets, Outlets
 from aserve.disagg.decode import Awaiting, KvReceiver
 from aserve.disagg.prefill import KvSender, Peers, WithoutTransfers, listen
-from aserve.errors import ConfigError
+from aserve.errors import UNDECODABLE, ConfigError
 from aserve.host.hub import resolve_model_dir
 from aserve.messages.executor import EngineSpec, SchedulerEvent
 from aserve.messages.output import DetokenizerEvent
@@ -25,7 +27,8 @@ from aserve.messages.transfers import LayeredKvAccess
 from aserve.observability.reports import KvTransferred
 from aserve.options.option import host_and_port
 
-SAMPLE_BYTES = 64 << 10  # read at the head, in the middle and at the end of each file
+SAMPLE_BYTES = 4096  # of each tensor
+MAX_HEAD_BYTES = 100_000_000  # of a safetensors file, as the library has it
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +98,9 @@ def open_transfers(
 
 
 def fingerprint(folder: Path, *, is_dummy: bool = False) -> str:
-    """Returns a digest of a model's configuration, and of samples of its weights' files: two models
-    with one configuration differ all over their weights.
+    """Returns a digest of a model's configuration, and of samples of all tensors of its weights. A
+    fine-tuned model has the configuration of its base, and may differ from it in few tensors, but
+    all over these.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in () if is_dummy else sorted(folder.glob("*.safetensors")):
@@ -106,11 +110,25 @@ def fingerprint(folder: Path, *, is_dummy: bool = False) -> str:
     return digest.hexdigest()[:32]
 
 
+class _Tensor(msgspec.Struct):
+    data_offsets: tuple[int, int] = (0, 0)  # behind the head; its metadata have none
+
+
 def _samples(path: Path) -> Iterator[bytes]:
-    size = path.stat().st_size
+    """Yields the head of a safetensors file, and the middle of each tensor. A file that is none,
+    which the model does not need, has a head alone.
+    """
     with path.open("rb") as file:
-        for start in (0, size // 2, max(size - SAMPLE_BYTES, 0)):
-            file.seek(start)
+        size = file.read(8)
+        head = file.read(min(int.from_bytes(size, "little"), MAX_HEAD_BYTES))
+        yield head
+        try:
+            tensors = msgspec.json.decode(head, type=dict[str, _Tensor])
+        except UNDECODABLE:
+            return
+        for tensor in tensors.values():
+            begin, end = tensor.data_offsets
+            file.seek(len(size) + len(head) + max(begin, (begin + end - SAMPLE_BYTES) // 2))
             yield file.read(SAMPLE_BYTES)
 
 

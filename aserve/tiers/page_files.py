@@ -55,7 +55,7 @@ class LocalFolder:
 
     def write(self, name: str, data: bytes) -> None:
         path = self._path / name
-        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         part = path.with_name(f"{uuid.uuid4().hex}.part")
         try:
             part.write_bytes(data)

@@ -5,6 +5,7 @@ loaded, and a request waits no longer than it must.
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 import uuid
 from pathlib import Path
@@ -90,6 +91,15 @@ async def test_a_page_that_leaves_host_memory_is_still_in_its_file(tmp_path: Pat
         one.load(1, into=[5])
         assert await one.next() == KvLoaded("r", 0, 1)
         assert one.access.page(5) == before
+
+
+async def test_pages_are_written_again_after_somebody_deleted_the_folder(tmp_path: Path) -> None:
+    """Else each write would fail, and the store be left alone, until the server is restarted."""
+    async with rig(folder=LocalFolder(tmp_path / "model")) as one:
+        await written(one, 1)
+        shutil.rmtree(tmp_path / "model")
+        await written(one, 2)
+        assert len(files_in(tmp_path, keys(2).hex())) == 1
 
 
 class Broken(LocalFolder):
