@@ -65,11 +65,13 @@ class Awaiting:
 
 
 def _is_plain(request: AdmitRequest) -> bool:
-    """Returns whether the KV of a prompt depends on its tokens alone, and nothing else is wanted of
-    the prompt.
+    """Returns whether the KV of a prompt depends on its tokens alone, and nothing but the tokens
+    behind it is wanted.
     """
     is_special = request.embeds or request.lora_slot or request.pictures
-    return request.is_causal and not is_special and request.sampling.prompt_logprobs is None
+    sampling = request.sampling
+    generates_alone = bool(sampling.max_tokens) and sampling.prompt_logprobs is None
+    return request.is_causal and not is_special and generates_alone
 
 
 @dataclass(slots=True, eq=False)

@@ -21,12 +21,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from aserve.channel import Channel
 from aserve.config import Facts, Raw, resolve
 from aserve.disagg import wire
 from aserve.disagg.arena import NUM_SLOTS
 from aserve.disagg.carriers import Inlets, Outlet, Outlets
 from aserve.disagg.connect import fingerprint, open_transfers
-from aserve.disagg.decode import KvReceiver
+from aserve.disagg.decode import Awaiting, KvReceiver
 from aserve.disagg.prefill import KvSender, Peers, WithoutTransfers, listen
 from aserve.disagg.wire import Block, Connection, Failed, Fetch
 from aserve.errors import ConfigError, StepError
@@ -34,7 +35,7 @@ from aserve.frames import framed
 from aserve.messages.base import array_i32, pack_i32
 from aserve.messages.executor import DecodeCaps, EngineSpec, SchedulerEvent
 from aserve.messages.output import DetokenizerEvent, Refused, Retired
-from aserve.messages.requests import AdmitRequest, Cancel
+from aserve.messages.requests import AdmitRequest, Cancel, SamplingParams
 from aserve.messages.transfers import (
     HostKv,
     KvFailed,
@@ -622,6 +623,23 @@ async def test_a_bug_ends_one_transfer_and_no_engine(
         decode.ask()
         prefill.compute(await prefill.admitted(), 10)
         assert isinstance(await decode.events.next(), KvReady)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "awaits"),
+    [
+        (SamplingParams(seed=0, max_tokens=4), True),
+        (SamplingParams(seed=0, max_tokens=0), False),
+        (SamplingParams(seed=0, max_tokens=4, prompt_logprobs=0), False),
+    ],
+)
+def test_only_prompts_before_tokens_await_kv(sampling: SamplingParams, *, awaits: bool) -> None:
+    """The scheduler refuses a request that awaits KV and generates nothing as a bug."""
+    events: Channel[SchedulerEvent] = Channel()
+    Awaiting(events).send(AdmitRequest("a", pack_i32(PROMPT), sampling))
+    [request] = events.take()
+    assert isinstance(request, AdmitRequest)
+    assert request.awaits_kv == awaits
 
 
 def test_a_fingerprint_sees_the_configuration_and_each_tensor(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "penalties and logprobs": {"temperature": 1.2, "frequency_penalty": 1.0, "logprobs": 3},
     "a grammar": {"structured_outputs": {"choice": ["the garden was red", "the garden was blue"]}},
     "scores of the prompt": {"echo": True, "logprobs": 1, "max_tokens": 2},
+    "the prompt alone": {"echo": True, "max_tokens": 0},
     "drafts": {"prompt": "red blue green " * 30},
     "less than a page": {"prompt": "a b"},
 }
@@ -99,7 +100,7 @@ async def test_answers_are_those_of_one_server(
     there = await ask(session, prefill, **{"prompt": f"{name}. {STORY}", **body})
     here = await ask(session, decode, **{"prompt": f"{name}. {STORY}", **body})
     assert here == there
-    is_fetched = name not in {"scores of the prompt", "less than a page"}
+    is_fetched = name not in {"scores of the prompt", "the prompt alone", "less than a page"}
     assert await received(session, decode, "ok") == before + is_fetched
 
 
