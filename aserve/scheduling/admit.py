@@ -153,7 +153,8 @@ def _end_or_ask(state: SchedulerState, sequence: Sequence) -> None:
     """Finishes a sequence whose earlier outputs reached an end already, and asks for the first mask
     of any other.
     """
-    end_reasoning(state, sequence)
+    if not sequence.is_at_end:
+        end_reasoning(state, sequence)
     if sequence.is_at_end:
         finish_at_end(state, sequence)
     else:

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from aserve.messages.base import array_i32
-from aserve.messages.output import StepOutput
+from aserve.messages.base import array_i32, pack_i32
+from aserve.messages.output import Retired, StepOutput
 from aserve.messages.requests import AdmitRequest, ReasoningIds
 from aserve.scheduling.reasoning import MAX_BEFORE, Reasoning
 from tests.fakes.toy_device import forced_ids
@@ -40,6 +40,15 @@ def test_the_limit_drops_what_is_in_flight_and_the_tag_is_computed_as_a_chunk() 
     stage.play(result(4, {1: [70]}))
     (output,) = stage.outputs
     assert (output.position, array_i32(output.token_ids).tolist()) == (8, [70])
+
+
+def test_an_answer_that_ended_at_the_limit_before_its_engine_died_is_not_continued() -> None:
+    stage = Stage(spec())
+    outputs = pack_i32([8, 50, 51, 52, 53])  # as many reasoning tokens as the limit allows
+    stage.play(limited(outputs=(outputs,), end_ids=(53,)))
+    assert not stage.outputs
+    (retired,) = stage.of(Retired)
+    assert (retired.reason, retired.stop_id, retired.num_outputs) == ("stop", 53, 5)
 
 
 @pytest.mark.parametrize("is_open", [False, True])
