@@ -586,6 +586,20 @@ MUTANTS = (
         f"{CHOICE}::test_a_row_that_begins_with_a_decode_drafts_only_once_a_choice_names_it",
     ),
     Mutant(
+        "the limit of reasoning continues a request that came at its end",
+        "aserve/scheduling/admit.py",
+        "    if not sequence.is_at_end:\n        end_reasoning",
+        "    if True:\n        end_reasoning",
+        "tests/scheduling/test_reasoning.py",
+    ),
+    Mutant(
+        "a row steps back for a prompt to which no tokens are left",
+        "aserve/scheduling/make_way.py",
+        "        if rows and not self._lines[rank].has_tokens_for(sequence):",
+        "        if False:",
+        "tests/scheduling/test_fairness.py",
+    ),
+    Mutant(
         "a sequence that is alone waits for pages that nobody gives it",
         "aserve/scheduling/prefixes.py",
         "    may_wait = sequence.awaits_kv and not is_alone",
