@@ -48,6 +48,7 @@ GONE = (aiohttp.ClientConnectionError, OSError)
 async def ask(
     request: web.Request, peers: Peers, target: int, data: Any
 ) -> AsyncIterator[aiohttp.ClientResponse]:
+    """Sends a client's request to another frontend, and gives the answer once it has begun."""
     request[PASSED_ON] = True
     async with session_with(peers, target) as session:
         asked = session.request(

@@ -18,7 +18,9 @@ SENT_CODES[1015] = SENT_CODES[1006]
 
 
 def client_socket(*, heartbeat_s: float, max_size: int) -> web.WebSocketResponse:
-    """WHY no autoclose: it would end the connection, and with it the handler, before the code with
+    """Returns the client's side of a relay.
+
+    WHY no autoclose: it would end the connection, and with it the handler, before the code with
     which the client closes has reached the other side.
     """
     return web.WebSocketResponse(
@@ -27,6 +29,7 @@ def client_socket(*, heartbeat_s: float, max_size: int) -> web.WebSocketResponse
 
 
 def accept(_: str) -> str | None:
+    """A screen that lets every text pass."""
     return None
 
 

@@ -42,7 +42,7 @@ def is_for_all(method: str, path: str) -> bool:
 
 
 def is_change(method: str, path: str) -> bool:
-    """Whether it is for all replicas, also for those that do not serve now."""
+    """Returns whether a request is for all replicas, also for those that do not serve now."""
     return is_for_all(method, path) and path not in WITHOUT_TRACE | LISTS
 
 

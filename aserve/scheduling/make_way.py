@@ -92,7 +92,7 @@ class _Way:
         self._has_ample_room = has_ample_room(state)
         self._pages: Counter[Client] = Counter()
         self._reserve: Reserve | None = None
-        self._lines: list[PrefillLine] = []  # of the ranks, once they are needed
+        self._lines: list[PrefillLine] = []  # a retracted prefill stays in its line
         self.owed: set[Sequence] = set()
 
     def has_plenty(self) -> bool:

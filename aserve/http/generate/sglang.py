@@ -300,7 +300,7 @@ class SglangRendering:
             yield frame(msgspec.json.encode(record))
 
     def _is_due(self, index: int, output: Output) -> bool:
-        """Whether an output has grown enough. Its tokens may have no text."""
+        """Returns whether an output has grown enough to be sent. Its tokens may have no text."""
         length = max(output.text_len, output.usage.completion_tokens)
         whole_len, growth = CUMULATIVE_CHARS, GROWTH
         num_top = self.call.sampling.logprobs
