@@ -30,6 +30,7 @@ from aserve_kernels.cpu.memory import FLOAT32_LIKE, INT64_LIKE, scratch
 from aserve_kernels.cpu.online_softmax import fold_log2, greatest
 from aserve_kernels.cpu.precompile import FASTMATH, cached_njit, compile_ahead
 from aserve_kernels.cpu.simd import LANES, fma, load, splat, store
+from aserve_kernels.cpu.team import worker_of
 from aserve_kernels.cpu.tiles import OUTPUTS, ROWS, multiply_tile
 from aserve_kernels.paged_rows import Scoring
 
@@ -87,10 +88,10 @@ def _attend(
     page_size: int, window: int, factor: np.float32, cap: np.float32, value_scale: np.float32,
     num_workers: int,
 ) -> None:  # fmt: skip
-    for worker in prange(num_workers):
+    for index in prange(num_workers):
         _attend_share(
             q, keys, values, out, page_table, rows, lens, starts, query_lens, page_size,
-            window, factor, cap, value_scale, worker, num_workers,
+            window, factor, cap, value_scale, worker_of(index), num_workers,
         )  # fmt: skip
 
 

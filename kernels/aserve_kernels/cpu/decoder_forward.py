@@ -31,13 +31,12 @@ from aserve_kernels.cpu.decoder_layers import (
     MODEL,
     Records,
     Tables,
-    buffers_in,
     num_narrow,
     num_wide,
-    run_layers,
     write_logits,
 )
 from aserve_kernels.cpu.host_rows import Int64s, QueryRows
+from aserve_kernels.cpu.layers_function import call_layers, layers_function
 from aserve_kernels.cpu.memory import INT32_LIKE, array_at
 from aserve_kernels.cpu.precompile import cached_njit, compile_ahead
 from aserve_kernels.cpu.rejection import (
@@ -47,7 +46,7 @@ from aserve_kernels.cpu.rejection import (
     is_random_window,
     keep_target_probs,
 )
-from aserve_kernels.cpu.team import Team, meet, new_meeting, share_of
+from aserve_kernels.cpu.team import Team, meet, new_meeting, share_of, worker_of
 
 Int32s: TypeAlias = npt.NDArray[np.int32]
 
@@ -111,9 +110,8 @@ def decoder_forward(
     records = (tables.model, tables.layers, tables.loras)
     forward = _forward_alone if num_workers == 1 else _forward
     residual = np.empty((0, out.shape[1]), np.float32) if stream is None else stream.numpy()
-    written = (out, streams, residual, kv_like(tables))
     team = (new_meeting(), num_workers)
-    forward(input_ids, inputs, *own, *records, *written, *team)
+    forward(_layers_of(tables), input_ids, inputs, *own, *records, out, streams, residual, *team)
     return as_tensor(out, tables.dtype), as_tensor(streams, tables.dtype)
 
 
@@ -147,7 +145,7 @@ def decoder_step(
     step = _step_alone if num_workers == 1 else _step
     records = (tables.model, tables.layers, tables.loras)
     team = (new_meeting(), num_workers)
-    step(*inputs, *numbers, *records, *written, kv_like(tables), *team)
+    step(_layers_of(tables), *inputs, *numbers, *records, *written, *team)
     return StepOutputs(words, counts, token_ids, exact_lens, out, streams)
 
 
@@ -158,9 +156,8 @@ def _empty_outputs(num_tokens: int, tables: Tables) -> tuple[Floats, Floats]:
     return empty_array(shape, tables.dtype), streams
 
 
-def kv_like(tables: Tables) -> Floats:
-    """An empty array in the dtype of KV."""
-    return empty_array((0,), tables.kv_dtype)
+def _layers_of(tables: Tables) -> int:
+    return layers_function(tables.dtype, tables.kv_dtype).address
 
 
 COLUMN = types.Array(types.int64, 1, "C")
@@ -172,73 +169,75 @@ def compile_decoder_forward(
 ) -> None:
     """Compiles for this dtype, of KV as well unless another one is given, and either for one worker
     or for several."""
-    floats, kv = numba_type(dtype), types.Array(numba_type(kv_dtype or dtype), 1, "C")
-    table, streams = types.Array(floats, 2, "C"), types.Array(floats, 3, "C")
+    layers_function(dtype, kv_dtype or dtype)
+    table, streams = (types.Array(numba_type(dtype), size, "C") for size in (2, 3))
     words = types.Array(types.int32, 1, "C")
     forward, step = (_forward_alone, _step_alone) if num_workers == 1 else (_forward, _step)
-    team = (COLUMN, types.int64)
+    address, team = types.int64, (COLUMN, types.int64)
     residual = types.Array(types.float32, 2, "C")
-    written = (table, streams, residual, kv)
-    compile_ahead(forward, COLUMN, table, *[COLUMN] * 6, *RECORDS, *written, *team)
-    results = (*[COLUMN] * 3, table, streams, words, kv, *team)
-    compile_ahead(step, *[COLUMN] * 10, *[types.int64] * 2, *RECORDS, *results)
+    written = (table, streams, residual)
+    compile_ahead(forward, address, COLUMN, table, *[COLUMN] * 6, *RECORDS, *written, *team)
+    results = (*[COLUMN] * 3, table, streams, words, *team)
+    compile_ahead(step, address, *[COLUMN] * 10, *[types.int64] * 2, *RECORDS, *results)
 
 
 @cached_njit(parallel=True, nogil=True)
 def _forward(
-    ids: Int64s, hiddens: Floats, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
-    slots: Int64s, captured: Int64s, models: Records, layers: Records, loras: Records,
-    out: Floats, streams: Floats, stream: Float32s, kv: Floats, meeting: Int64s, num_workers: int,
+    function: int, ids: Int64s, hiddens: Floats, rows: Int64s, lens: Int64s, starts: Int64s,
+    query_lens: Int64s, slots: Int64s, captured: Int64s, models: Records, layers: Records,
+    loras: Records, out: Floats, streams: Floats, stream: Float32s, meeting: Int64s,
+    num_workers: int,
 ) -> None:  # fmt: skip
     wide = np.empty(num_wide(ids.shape[0], models[0]), np.float32)
     narrow_ = np.empty(num_narrow(ids.shape[0], models[0]), out.dtype)
-    for worker in prange(num_workers):
+    for index in prange(num_workers):
         _forward_share(
-            ids, hiddens, rows, lens, starts, query_lens, slots, captured, models, layers, loras,
-            out, streams, stream, kv, wide, narrow_, meeting, worker, num_workers,
+            function, ids, hiddens, rows, lens, starts, query_lens, slots, captured, models, layers,
+            loras, out, streams, stream, wide, narrow_, meeting, worker_of(index), num_workers,
         )  # fmt: skip
 
 
 @cached_njit(nogil=True)
 def _forward_alone(
-    ids: Int64s, hiddens: Floats, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
-    slots: Int64s, captured: Int64s, models: Records, layers: Records, loras: Records,
-    out: Floats, streams: Floats, stream: Float32s, kv: Floats, meeting: Int64s, num_workers: int,
+    function: int, ids: Int64s, hiddens: Floats, rows: Int64s, lens: Int64s, starts: Int64s,
+    query_lens: Int64s, slots: Int64s, captured: Int64s, models: Records, layers: Records,
+    loras: Records, out: Floats, streams: Floats, stream: Float32s, meeting: Int64s,
+    num_workers: int,
 ) -> None:  # fmt: skip
     wide = np.empty(num_wide(ids.shape[0], models[0]), np.float32)
     narrow_ = np.empty(num_narrow(ids.shape[0], models[0]), out.dtype)
     for worker in range(num_workers):
         _forward_share(
-            ids, hiddens, rows, lens, starts, query_lens, slots, captured, models, layers, loras,
-            out, streams, stream, kv, wide, narrow_, meeting, worker, num_workers,
+            function, ids, hiddens, rows, lens, starts, query_lens, slots, captured, models, layers,
+            loras, out, streams, stream, wide, narrow_, meeting, worker, num_workers,
         )  # fmt: skip
 
 
 @njit(nogil=True)
 def _forward_share(
-    ids: Int64s, hiddens: Floats, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
-    slots: Int64s, captured: Int64s, models: Records, layers: Records, loras: Records,
-    out: Floats, streams: Floats, stream: Float32s, kv: Floats, wide: Float32s, narrow_: Floats,
+    function: int, ids: Int64s, hiddens: Floats, rows: Int64s, lens: Int64s, starts: Int64s,
+    query_lens: Int64s, slots: Int64s, captured: Int64s, models: Records, layers: Records,
+    loras: Records, out: Floats, streams: Floats, stream: Float32s, wide: Float32s, narrow_: Floats,
     meeting: Int64s, worker: int, num_workers: int,
 ) -> None:  # fmt: skip
     team = Team(worker, num_workers, meeting)
-    buffers = buffers_in(wide, narrow_, ids.shape[0], models[0], kv)
+    hidden = wide[: stream.size].reshape(stream.shape)  # the residual stream
     first, last = share_of(stream.shape[0], team)
-    buffers.hidden[first:last] = stream[first:last]
-    run_layers(
-        ids, hiddens, rows, lens, starts, query_lens, query_lens, slots, models[0], layers, loras,
-        captured, out, streams, buffers, team,
+    hidden[first:last] = stream[first:last]
+    call_layers(
+        function, ids, hiddens, rows, lens, starts, query_lens, query_lens, slots, models, layers,
+        loras, captured, out, streams, wide, narrow_, team,
     )  # fmt: skip
-    stream[first:last] = buffers.hidden[first:last]
+    stream[first:last] = hidden[first:last]
 
 
 @cached_njit(parallel=True, nogil=True)
 def _step(
-    ids: Int64s, rows: Int64s, kv_lens: Int64s, is_bound: Int64s, query_lens: Int64s,
+    function: int, ids: Int64s, rows: Int64s, kv_lens: Int64s, is_bound: Int64s, query_lens: Int64s,
     num_drafts: Int64s, is_sampled: Int64s, num_read: Int64s, slots: Int64s, captured: Int64s,
     iteration: int, is_block: int, models: Records, layers: Records, loras: Records,
     counts: Int64s, token_ids: Int64s, exact_lens: Int64s, out: Floats, streams: Floats,
-    words: Int32s, kv: Floats, meeting: Int64s, num_workers: int,
+    words: Int32s, meeting: Int64s, num_workers: int,
 ) -> None:  # fmt: skip
     starts, lens = np.empty_like(rows), np.empty_like(rows)
     num_logits = min(MAX_LOGITS_ROWS, _num_logits(is_sampled, num_drafts))
@@ -246,22 +245,22 @@ def _step(
     narrow_ = np.empty(num_narrow(ids.shape[0], models[0]), out.dtype)
     gathered = np.empty((num_logits, models[0].hidden), out.dtype)
     logits = np.empty((num_logits, models[0].vocab), np.float32)
-    for worker in prange(num_workers):
+    for index in prange(num_workers):
         _step_share(
-            ids, rows, kv_lens, is_bound, query_lens, num_drafts, is_sampled, num_read, slots,
-            captured, iteration, is_block, models, layers, loras, counts, token_ids, exact_lens,
-            out, streams, words, kv, starts, lens, wide, narrow_, gathered, logits, meeting, worker,
-            num_workers,
+            function, ids, rows, kv_lens, is_bound, query_lens, num_drafts, is_sampled, num_read,
+            slots, captured, iteration, is_block, models, layers, loras, counts, token_ids,
+            exact_lens, out, streams, words, starts, lens, wide, narrow_, gathered, logits, meeting,
+            worker_of(index), num_workers,
         )  # fmt: skip
 
 
 @cached_njit(nogil=True)
 def _step_alone(
-    ids: Int64s, rows: Int64s, kv_lens: Int64s, is_bound: Int64s, query_lens: Int64s,
+    function: int, ids: Int64s, rows: Int64s, kv_lens: Int64s, is_bound: Int64s, query_lens: Int64s,
     num_drafts: Int64s, is_sampled: Int64s, num_read: Int64s, slots: Int64s, captured: Int64s,
     iteration: int, is_block: int, models: Records, layers: Records, loras: Records,
     counts: Int64s, token_ids: Int64s, exact_lens: Int64s, out: Floats, streams: Floats,
-    words: Int32s, kv: Floats, meeting: Int64s, num_workers: int,
+    words: Int32s, meeting: Int64s, num_workers: int,
 ) -> None:  # fmt: skip
     starts, lens = np.empty_like(rows), np.empty_like(rows)
     num_logits = min(MAX_LOGITS_ROWS, _num_logits(is_sampled, num_drafts))
@@ -271,20 +270,20 @@ def _step_alone(
     logits = np.empty((num_logits, models[0].vocab), np.float32)
     for worker in range(num_workers):
         _step_share(
-            ids, rows, kv_lens, is_bound, query_lens, num_drafts, is_sampled, num_read, slots,
-            captured, iteration, is_block, models, layers, loras, counts, token_ids, exact_lens,
-            out, streams, words, kv, starts, lens, wide, narrow_, gathered, logits, meeting, worker,
-            num_workers,
+            function, ids, rows, kv_lens, is_bound, query_lens, num_drafts, is_sampled, num_read,
+            slots, captured, iteration, is_block, models, layers, loras, counts, token_ids,
+            exact_lens, out, streams, words, starts, lens, wide, narrow_, gathered, logits, meeting,
+            worker, num_workers,
         )  # fmt: skip
 
 
 @njit(nogil=True)
 def _step_share(
-    ids: Int64s, rows: Int64s, kv_lens: Int64s, is_bound: Int64s, query_lens: Int64s,
+    function: int, ids: Int64s, rows: Int64s, kv_lens: Int64s, is_bound: Int64s, query_lens: Int64s,
     num_drafts: Int64s, is_sampled: Int64s, num_read: Int64s, slots: Int64s, captured: Int64s,
     iteration: int, is_block: int, models: Records, layers: Records, loras: Records,
     counts: Int64s, token_ids: Int64s, exact_lens: Int64s, out: Floats, streams: Floats,
-    words: Int32s, kv: Floats, starts: Int64s, lens: Int64s, wide: Float32s, narrow_: Floats,
+    words: Int32s, starts: Int64s, lens: Int64s, wide: Float32s, narrow_: Floats,
     gathered: Floats, logits: Float32s, meeting: Int64s, worker: int, num_workers: int,
 ) -> None:  # fmt: skip
     model, team = models[0], Team(worker, num_workers, meeting)
@@ -292,9 +291,9 @@ def _step_share(
         _resolve_lens(rows, kv_lens, is_bound, query_lens, model, exact_lens, starts, lens)
         _resolve(ids, rows, lens, starts, query_lens, num_drafts, model, token_ids)
     meet(team)
-    run_layers(
-        token_ids, out[:0], rows, lens, starts, query_lens, num_read, slots, model, layers, loras,
-        captured, out, streams, buffers_in(wide, narrow_, ids.shape[0], model, kv), team,
+    call_layers(
+        function, token_ids, out, rows, lens, starts, query_lens, num_read, slots, models, layers,
+        loras, captured, out, streams, wide, narrow_, team,
     )  # fmt: skip
     _accept(
         rows, exact_lens, starts, query_lens, num_read, num_drafts, is_sampled, iteration, is_block,

@@ -171,7 +171,7 @@ def buffers_in(wide: Float32s, narrow_: Floats, num_tokens: int, model: Any, kv:
     )
 
 
-@njit(inline="always")
+@njit(nogil=True)
 def run_layers(
     ids: Int64s, hiddens: Floats, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
     num_read: Int64s, slots: Int64s, model: Any, layers: Records, loras: Records, captured: Int64s,
@@ -223,7 +223,8 @@ def run_layers(
         if index == layers.shape[0] - 1 and num_kept < num_tokens:
             if worker == 0:
                 _move_to_front(query_starts, num_queries, attended, hidden)
-            slots = _slots_at(query_starts, num_queries, slots)
+            if loras.shape[0] != 0:
+                slots = _slots_at(query_starts, num_queries, slots)
             num_tokens = num_kept
             first, last = share_of(num_tokens, team)
             attended, gated, added = attended[:num_kept], gated[:num_kept], added[:num_kept]

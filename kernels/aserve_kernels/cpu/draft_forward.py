@@ -18,14 +18,13 @@ from aserve_kernels.cpu.decoder_layers import (
     NO_IDS,
     Records,
     Tables,
-    buffers_in,
     logits_of,
     num_narrow,
     num_wide,
-    run_layers,
     store_keys,
 )
 from aserve_kernels.cpu.host_rows import Int64s, QueryRows
+from aserve_kernels.cpu.layers_function import call_layers, layers_function
 from aserve_kernels.cpu.memory import array_at
 from aserve_kernels.cpu.precompile import cached_njit, compile_ahead
 from aserve_kernels.cpu.product import multiply_by
@@ -52,7 +51,8 @@ def draft_chain(
     hidden = torch.empty((0, 0), dtype=tables.dtype) if relay is None else relay
     own = (rows.rows, rows.kv_lens, rows.is_bound, rows.num_drafts, as_array(hidden))
     shape = (kind.num_skipped, kind.start, int(kind.moves))
-    _chain(*own, *shape, tables.model, tables.layers, tables.loras)
+    function = layers_function(tables.dtype, tables.dtype).address
+    _chain(function, *own, *shape, tables.model, tables.layers, tables.loras)
 
 
 def draw_drafts(
@@ -77,15 +77,17 @@ def store_inputs(inputs: Tensor, rows: QueryRows, tables: Tables) -> None:
 def compile_draft_forward(dtype: torch.dtype) -> None:
     table = types.Array(numba_type(dtype), 2, "C")
     models, layers, loras = RECORDS
-    compile_ahead(_chain, *[COLUMN] * 4, table, *[types.int64] * 3, models, layers, loras)
+    layers_function(dtype, dtype)
+    own = (types.int64, *[COLUMN] * 4, table)
+    compile_ahead(_chain, *own, *[types.int64] * 3, models, layers, loras)
     compile_ahead(_draw, table, *[COLUMN] * 3, models, COLUMN)
     compile_ahead(_store, table, *[COLUMN] * 4, models, layers)
 
 
 @cached_njit(nogil=True)
 def _chain(
-    rows: Int64s, kv_lens: Int64s, is_bound: Int64s, num_drafts: Int64s, relay: Floats,
-    num_skipped: int, start: int, moves: int,
+    function: int, rows: Int64s, kv_lens: Int64s, is_bound: Int64s, num_drafts: Int64s,
+    relay: Floats, num_skipped: int, start: int, moves: int,
     models: Records, layers: Records, loras: Records,
 ) -> None:  # fmt: skip
     model, num_rows = models[0], rows.shape[0]
@@ -98,7 +100,7 @@ def _chain(
     no_streams = np.empty((0, 0, 0), relay.dtype)
     wide = np.empty(num_wide(num_rows, model), np.float32)
     narrow_ = np.empty(num_narrow(num_rows, model), relay.dtype)
-    team = Team(0, 1, ids)  # of one worker, who meets nobody
+    team = Team(0, 1, NO_IDS)  # of one worker, who meets nobody
     for r in range(num_rows):
         if is_bound[r] != 0:
             lens[r] = array_at(model.seq_len, (model.table_rows,), rows)[rows[r]]
@@ -111,10 +113,10 @@ def _chain(
         if depth >= num_skipped:
             for r in range(num):
                 ends[r] = lens[r] + start + 1 + depth * moves
-            run_layers(
-                ids[:num], hidden[:num], rows[:num], ends[:num], starts[:num], ones[:num],
-                ones[:num], NO_IDS, model, layers, loras, NO_IDS, out[:num], no_streams,
-                buffers_in(wide, narrow_, num, model, narrow_[:0]), team,
+            call_layers(
+                function, ids[:num], hidden[:num], rows[:num], ends[:num], starts[:num], ones[:num],
+                ones[:num], NO_IDS, models, layers, loras, NO_IDS, out[:num], no_streams, wide,
+                narrow_, team,
             )  # fmt: skip
             source = out[:num]
         draw_rows(source, rows[:num], lens[:num] + depth + 1, lens[:num], model, ids)

@@ -22,10 +22,12 @@ from torch import Tensor
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, numba_type
 from aserve_kernels.cpu.block_pairs import THREE, multiply_pair
+from aserve_kernels.cpu.callback import Callback
 from aserve_kernels.cpu.memory import FLOAT32_LIKE, array_at, scratch
-from aserve_kernels.cpu.precompile import NO_REFCOUNT, Callback, cached_njit, compile_ahead
+from aserve_kernels.cpu.precompile import NO_REFCOUNT, cached_njit, compile_ahead
 from aserve_kernels.cpu.product import LIKE, RECORD_LIKE, compile_product
 from aserve_kernels.cpu.simd import HAS_AVX512
+from aserve_kernels.cpu.team import worker_of
 from aserve_kernels.cpu.tiles import (
     NEXT_BYTES,
     OUTPUTS,
@@ -129,8 +131,8 @@ def tiles_product(dtype: torch.dtype, stored: torch.dtype) -> Callback:
 
 @cached_njit(parallel=True, nogil=True)
 def _multiply(x: Floats, packed: Floats, bias: Float32s, out: Floats, num_workers: int) -> None:
-    for worker in prange(num_workers):
-        multiply(x, packed, bias, out, worker, num_workers)
+    for index in prange(num_workers):
+        multiply(x, packed, bias, out, worker_of(index), num_workers)
 
 
 @cached_njit(nogil=True)

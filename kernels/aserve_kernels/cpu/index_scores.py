@@ -16,6 +16,7 @@ from aserve_kernels.cpu.host_rows import Int64s
 from aserve_kernels.cpu.memory import FLOAT32_LIKE, INT64_LIKE, scratch
 from aserve_kernels.cpu.paged_attention import TILE, padded_width, score, tile_len, widen_tile
 from aserve_kernels.cpu.precompile import FASTMATH, NO_REFCOUNT, cached_njit, compile_ahead
+from aserve_kernels.cpu.team import worker_of
 from aserve_kernels.paged_rows import PagedRows
 
 
@@ -50,8 +51,10 @@ def _score(
     q: Float32s, weights: Float32s, keys: Floats, out: Float32s,
     page_table: Int64s, rows: Int64s, lens: Int64s, page_size: int, num_workers: int,
 ) -> None:  # fmt: skip
-    for worker in prange(num_workers):
-        _score_share(q, weights, keys, out, page_table, rows, lens, page_size, worker, num_workers)
+    for index in prange(num_workers):
+        _score_share(
+            q, weights, keys, out, page_table, rows, lens, page_size, worker_of(index), num_workers
+        )
 
 
 @cached_njit(nogil=True)

@@ -28,6 +28,7 @@ from aserve_kernels.cpu.paged_attention import (
     widen_tile,
 )
 from aserve_kernels.cpu.precompile import FASTMATH, NO_REFCOUNT, cached_njit, compile_ahead
+from aserve_kernels.cpu.team import worker_of
 from aserve_kernels.paged_rows import Scoring
 
 BLOCK = 16  # query rows that share a tile
@@ -73,10 +74,10 @@ def _attend(
     page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
     page_size: int, window: int, factor: np.float32, cap: np.float32, num_workers: int,
 ) -> None:  # fmt: skip
-    for worker in prange(num_workers):
+    for index in prange(num_workers):
         _attend_share(
             q, latents, out, page_table, rows, lens, starts, query_lens, page_size,
-            window, factor, cap, worker, num_workers,
+            window, factor, cap, worker_of(index), num_workers,
         )  # fmt: skip
 
 

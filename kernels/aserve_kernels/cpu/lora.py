@@ -15,6 +15,7 @@ from torch import Tensor
 from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, numba_type, widen, widened
 from aserve_kernels.cpu.host_rows import Int64s
 from aserve_kernels.cpu.precompile import FASTMATH, NO_REFCOUNT, cached_njit, compile_ahead
+from aserve_kernels.cpu.team import worker_of
 from aserve_kernels.lora import LoraStack
 
 BLOCK = 4  # ranks that are multiplied at a time
@@ -64,8 +65,8 @@ def _add_together(
     total = np.empty(y.shape, np.float32)
     _widen_used(x, slots, x_float)
     _widen_used(y, slots, total)
-    for worker in prange(num_workers):
-        _shrink(x_float, order, starts, a, ranks, h, worker, num_workers)
+    for index in prange(num_workers):
+        _shrink(x_float, order, starts, a, ranks, h, worker_of(index), num_workers)
     num_out = y.shape[1]
     block = -(-num_out // num_workers)
     for worker in prange(num_workers):

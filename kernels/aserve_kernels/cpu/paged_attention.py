@@ -41,6 +41,7 @@ from aserve_kernels.cpu.simd import (
     zeros,
 )
 from aserve_kernels.cpu.split_attention import attend_split_block
+from aserve_kernels.cpu.team import worker_of
 from aserve_kernels.cpu.tiles import HAS_FAST_PAIRS
 from aserve_kernels.paged_rows import PagedRows, Scoring, attend_ref
 
@@ -126,10 +127,10 @@ def _attend(
     page_size: int, window: int, factor: np.float32, cap: np.float32, sinks: Float32s,
     value_scale: np.float32, num_workers: int,
 ) -> None:  # fmt: skip
-    for worker in prange(num_workers):
+    for index in prange(num_workers):
         attend_share(
             q, keys, values, out, page_table, rows, lens, starts, query_lens, page_size,
-            window, factor, cap, sinks, value_scale, worker, num_workers,
+            window, factor, cap, sinks, value_scale, worker_of(index), num_workers,
         )  # fmt: skip
 
 

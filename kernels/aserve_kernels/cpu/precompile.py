@@ -4,14 +4,13 @@ keeps them in an on-disk cache."""
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from numba import cfunc, njit, types
+from numba import njit, types
 from numba.core import config, event
 from numba.core.dispatcher import Dispatcher
 
@@ -26,13 +25,6 @@ NO_REFCOUNT: Mapping[str, Any] = {"_nrt": False}
 
 
 logger = logging.getLogger(__name__)
-
-
-class Callback(NamedTuple):
-    """A function for compiled code. Its address is valid as long as this object lives."""
-
-    address: int
-    function: Any
 
 
 def cached_njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -58,7 +50,7 @@ def compile_ahead(function: Any, *arguments: Any) -> None:
         return
     name = function.py_func.__name__
     function.disable_compile(False)
-    with _compile_lock(name), event.install_listener("numba:compile", _CompileLogger(name)):
+    with compile_lock(name), event.install_listener("numba:compile", CompileLogger(name)):
         try:
             function.compile(types.void(*arguments))
         except OSError as error:  # the kernel is compiled by then
@@ -66,25 +58,8 @@ def compile_ahead(function: Any, *arguments: Any) -> None:
     function.disable_compile()
 
 
-def compile_callback(function: Callable[..., None], kind: Any, signature: Any) -> Callback:
-    """Compiles a function that compiled code calls as one of C, or reads it from the cache. `kind`
-    is its type in ctypes. With NUMBA_DISABLE_JIT=1 it is the plain function."""
-    name = function.__name__
-    if config.DISABLE_JIT:
-        callback = kind(function)
-        return Callback(ctypes.cast(callback, ctypes.c_void_p).value or 0, callback)
-    with _compile_lock(name), event.install_listener("numba:compile", _CompileLogger(name)):
-        try:
-            compiled = cfunc(signature, cache=bool(config.CACHE_DIR))(function)
-        except OSError as error:
-            logger.warning("a compiled kernel cannot be kept for later starts: %s", error)
-            compiled = cfunc(signature)(function)
-    address: Any = compiled.address  # None only before it is compiled
-    return Callback(address, compiled)
-
-
 @contextlib.contextmanager
-def _compile_lock(name: str) -> Iterator[None]:
+def compile_lock(name: str) -> Iterator[None]:
     """A file lock: of several processes that start together one compiles the kernel, and the others
     wait and read it from the cache."""
     with contextlib.ExitStack() as stack:
@@ -95,7 +70,7 @@ def _compile_lock(name: str) -> Iterator[None]:
         yield
 
 
-class _CompileLogger(event.Listener):  # type: ignore[misc]  # numba has no types
+class CompileLogger(event.Listener):  # type: ignore[misc]  # numba has no types
     """Logs one line if the kernel is not in the cache, however many functions it inlines."""
 
     def __init__(self, name: str) -> None:

@@ -19,12 +19,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from aserve_kernels.cpu.bf16 import Floats, as_array, numba_type
+from aserve_kernels.cpu.callback import Callback
 from aserve_kernels.cpu.memory import FLOAT32_LIKE, INT8_LIKE, INT32_LIKE, UINT16_LIKE, array_at
-from aserve_kernels.cpu.precompile import Callback, cached_njit, compile_ahead
+from aserve_kernels.cpu.precompile import cached_njit, compile_ahead
 from aserve_kernels.cpu.product import LIKE, RECORD_LIKE, compile_product
 from aserve_kernels.cpu.quant_codes import CODES_PER_WORD, QuantWeight, dequantized
 from aserve_kernels.cpu.quant_dots import multiply_by_dots
 from aserve_kernels.cpu.quant_rows import INTEGERS_LIKE, LEAST, SPANS
+from aserve_kernels.cpu.team import worker_of
 from aserve_kernels.cpu.tiles import OUTPUTS
 
 
@@ -107,8 +109,8 @@ def codes_product(dtype: torch.dtype, bits: int) -> Callback:
 
 @cached_njit(parallel=True, nogil=True)
 def _multiply(x: Floats, weight: QuantWeight, out: Floats, num_workers: int) -> None:
-    for worker in prange(num_workers):
-        multiply_by_dots(x, weight, out, worker, num_workers)
+    for index in prange(num_workers):
+        multiply_by_dots(x, weight, out, worker_of(index), num_workers)
 
 
 @cached_njit(nogil=True)

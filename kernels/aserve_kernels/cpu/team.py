@@ -24,6 +24,7 @@ from aserve_kernels.cpu.simd import INDEX, Intrinsic
 # The words of a meeting: how many have come, and how many meetings there were. Each has a cache
 # line of its own, since those that wait read the second while others add to the first.
 LINE = 8
+MEETING_LEN = 2 * LINE
 NUM_COME, NUM_MEETINGS = 0, LINE
 SPINS = 1 << 14  # about 0.2 ms; then a worker gives its processor to others, if there are any
 
@@ -38,11 +39,19 @@ class Team(NamedTuple):
 
     worker: int
     num_workers: int
-    meeting: Int64s  # [2 * LINE], zeros before the first meeting
+    meeting: Int64s  # [MEETING_LEN], zeros before the first meeting
 
 
 def new_meeting() -> Int64s:
-    return np.zeros(2 * LINE, np.int64)
+    return np.zeros(MEETING_LEN, np.int64)
+
+
+@njit(inline="always")
+def worker_of(index: int) -> int:
+    """Returns the worker of an iteration of prange. WHY: numba counts them in uint64, but infers
+    types with int64, and would compile what gets the number for both.
+    """
+    return int(np.int64(index))
 
 
 @njit(nogil=True)

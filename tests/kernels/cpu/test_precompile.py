@@ -21,7 +21,8 @@ import logging
 import numpy as np
 from numba import types
 from aserve_kernels.cpu.memory import array_at
-from aserve_kernels.cpu.precompile import cached_njit, compile_ahead, compile_callback
+from aserve_kernels.cpu.callback import call_at, compile_callback
+from aserve_kernels.cpu.precompile import cached_njit, compile_ahead
 logging.basicConfig(level="INFO")
 @cached_njit(nogil=True)
 def triple(numbers):
@@ -35,9 +36,7 @@ if __name__ == "__main__":
     numbers = np.ones(2, np.float32)
     triple(numbers)
     assert numbers.tolist() == [3, 3]
-    kind = ctypes.CFUNCTYPE(None, ctypes.c_int64)
-    callback = compile_callback(triple_at, kind, types.void(types.int64))
-    kind(callback.address)(numbers.ctypes.data)
+    call_at(compile_callback(triple_at, 1).address, (numbers.ctypes.data,))
     assert numbers.tolist() == [9, 3]
 """
 # Tests that pass with the plain functions that stand for compiled ones, within seconds.

@@ -39,7 +39,7 @@ def all_kernels(isa: CpuIsa) -> list[KernelVariant]:
         for num_threads in (1, 2):
             variants |= dict.fromkeys(kernels_of(dtype, isa, num_threads=num_threads))
             some = _variants(ON_DEMAND, dtype, num_threads=num_threads)
-            variants |= dict.fromkeys(some)
+            variants |= dict.fromkeys(some + _attention(dtype, isa, num_threads))
         if has_tiles(dtype, isa):
             variants |= dict.fromkeys(_variants(["draft_forward"], dtype))
     return list(variants)
@@ -54,22 +54,34 @@ def kernels_of(dtype: torch.dtype, isa: CpuIsa, *, num_threads: int) -> list[Ker
     if has_tiles(dtype, isa):
         variants += _kernels_of_tiles(dtype, isa, num_threads=num_threads)
     variants += _variants(["draw", "shared_table", "suffix_match"], torch.float32)
-    parallel = ["paged_attention"]
-    if has_chunk_attention(dtype, isa):
-        parallel.append("chunk_attention")
-    return variants + _variants(parallel, dtype, num_threads=min(num_threads, 2))
+    if _is_widened(dtype, isa, num_threads):
+        return variants
+    return variants + _attention(dtype, isa, min(num_threads, 2))
+
+
+def _attention(dtype: torch.dtype, isa: CpuIsa, num_threads: int) -> list[KernelVariant]:
+    """Returns the kernels of attention for KV of the model's own dtype."""
+    has_chunks = has_chunk_attention(dtype, isa)
+    names = ["paged_attention", "chunk_attention"] if has_chunks else ["paged_attention"]
+    return _variants(names, dtype, num_threads=num_threads)
 
 
 def _kernels_of_tiles(dtype: torch.dtype, isa: CpuIsa, *, num_threads: int) -> list[KernelVariant]:
     """NOTE: weights of float32 are tiled in small models only, which run on one thread."""
     num = _team_of_tiles(dtype, isa, num_threads)
-    if dtype == torch.float32 and num > 1:
+    if _is_widened(dtype, isa, num_threads):
         linears = _variants(["packed_bf16_linear"], dtype, num_threads=num)
         return linears + _kernels_of_kv(dtype, torch.bfloat16, isa, num_threads=num)
     variants = _variants(["packed_linear"], dtype, num_threads=num)
     for each in sorted({1, num}, reverse=True):  # a step may be left to one thread
         variants += _variants(["decoder_forward"], dtype, num_threads=each)
     return variants
+
+
+def _is_widened(dtype: torch.dtype, isa: CpuIsa, num_threads: int) -> bool:
+    """Whether weights and KV of a model of this dtype are bfloat16."""
+    is_large = _team_of_tiles(dtype, isa, num_threads) > 1
+    return dtype == torch.float32 and has_tiles(dtype, isa) and is_large
 
 
 def _team_of_tiles(dtype: torch.dtype, isa: CpuIsa, num_threads: int) -> int:
