@@ -14,8 +14,8 @@ from aiohttp import hdrs, web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from aserve.http.frontend_requests import (
-    ANSWER_S,
     GONE,
+    answer_timeout,
     ask,
     body_of,
     headers_for,
@@ -87,12 +87,11 @@ async def _of_all(
     none in time. The others have done then what they were asked for. What it missed of the state
     that all share, it gets from the first frontend, over the link, when it goes on.
     """
-    limit_s = ANSWER_S + wait_s
     silent: list[int] = []
 
     async def within_limit(number: int) -> list[T]:
         try:
-            async with asyncio.timeout(limit_s):
+            async with answer_timeout(wait_s):
                 return [await ask_one(number)]
         except GONE as error:
             if is_silent(error):
@@ -101,7 +100,7 @@ async def _of_all(
 
     answers = await asyncio.gather(*map(within_limit, peers.numbers()))
     if silent:
-        raise silence(silent, path, limit_s)
+        raise silence(silent, path, wait_s)
     return list(itertools.chain(*answers))
 
 

@@ -8,7 +8,6 @@ adapters, and hears from the engine first. A frontend answers what another one h
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import time
@@ -21,9 +20,9 @@ from aserve.errors import AserveError, EngineDead, NotFound
 from aserve.http.all_frontends import ask_all
 from aserve.http.errors import RequestFailed, info_of, refused
 from aserve.http.frontend_requests import (
-    ANSWER_S,
     BEGIN_S,
     GONE,
+    answer_timeout,
     ask,
     body_of,
     headers_for,
@@ -123,7 +122,7 @@ async def _forward(
             return await pass_on(answer, request)
     except GONE as error:
         if is_silent(error):
-            raise silence([target], request.path, ANSWER_S) from None
+            raise silence([target], request.path) from None
         if isinstance(error, ConnectionResetError):  # the client has gone
             raise
         if target:
@@ -135,7 +134,7 @@ async def _relay(request: web.Request, context: HttpContext, target: int) -> web
     peers = context.peers
     async with session_with(peers, target) as session:
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with answer_timeout():
                 upstream = await session.ws_connect(
                     request.url.with_scheme("http"),
                     headers=headers_for(request, peers),
@@ -166,7 +165,7 @@ async def _ask_by_id(route: Route, request: web.Request, peers: Peers) -> web.St
             response = await _known(request, asked, is_last=number == numbers[-1])
         except (TimeoutError, aiohttp.ClientConnectorError) as error:
             if is_silent(error):
-                raise silence([number], route.path, ANSWER_S) from None
+                raise silence([number], route.path) from None
             continue  # it has ended
         if response is not None:
             return response

@@ -145,10 +145,16 @@ async def body_of(request: web.Request) -> bytes | None:
         return await intake.receive(request, held)
 
 
-def silence(numbers: list[int], path: str, limit_s: float) -> EngineDead:
+def answer_timeout(wait_s: float = 0.0) -> asyncio.Timeout:
+    """Limits the time for answers of frontends that may wait for `wait_s` before they answer."""
+    return asyncio.timeout(ANSWER_S + wait_s)
+
+
+def silence(numbers: list[int], path: str, wait_s: float = 0.0) -> EngineDead:
     return EngineDead(
-        f"Frontends {numbers} have not answered {path} within {limit_s:g} s; the others do what "
-        "they are asked for. Let these processes go on, or end them: then they are started again.",
+        f"Frontends {numbers} have not answered {path} within {ANSWER_S + wait_s:g} s; the others "
+        "do what they are asked for. Let these processes go on, or end them: then they are started "
+        "again.",
         code="frontend_silent",
         retry_after_s=ANSWER_S,
     )

@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 from aserve.host.threads import new_event_loop
-from aserve.http import all_frontends, forwarding, frontend_requests
+from aserve.http import frontend_requests
 from aserve.http.peers import EXPIRES, FORWARDED, Peers
 from tests.fakes.echo_engine import EchoEngine
 from tests.http.asking import Answer, ask, bearer
@@ -43,16 +43,11 @@ def stopped(tmp_path: Path) -> Iterator[socket.socket]:
         yield listener
 
 
-def shorten(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (all_frontends, forwarding, frontend_requests):
-        monkeypatch.setattr(module, "ANSWER_S", 0.1)
-
-
 @pytest.fixture
 async def first(
     stopped: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[EchoEngine]:
-    shorten(monkeypatch)
+    monkeypatch.setattr(frontend_requests, "ANSWER_S", 0.1)
     peers = Peers(0, str(tmp_path), "secret")
     async with EchoEngine(admin_api_key="root", peers=peers) as engine:
         yield engine
@@ -61,7 +56,7 @@ async def first(
 @pytest.fixture
 async def further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EchoEngine]:
     """The first one has stopped."""
-    shorten(monkeypatch)
+    monkeypatch.setattr(frontend_requests, "ANSWER_S", 0.1)
     peers = Peers(1, str(tmp_path), "secret")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(peers.socket_of(0))
