@@ -6,14 +6,17 @@ import asyncio
 import contextlib
 import errno
 import time
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Set
+from collections.abc import AsyncIterator, Coroutine, Set
 from typing import Any, TypeAlias
 
 import aiohttp
 from aiohttp import hdrs, web
 from multidict import MultiMapping
 
-from aserve.errors import EngineDead
+from aserve.errors import EngineDead, ErrorInfo
+from aserve.http.cut_streams import last_events
+from aserve.http.delivery import closer_of
+from aserve.http.errors import STARTED, StartedAnswer
 from aserve.http.intake import INTAKE
 from aserve.http.peers import EXPIRES, FORWARDED, PASSED_ON, Peers
 from aserve.http.state import REQUEST_ID
@@ -48,9 +51,13 @@ GONE = (aiohttp.ClientConnectionError, OSError)
 async def ask(
     request: web.Request, peers: Peers, target: int, data: Any
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """Sends a client's request to another frontend, and gives the answer once it has begun."""
+    """Sends a client's request to another frontend, and gives the answer once it has begun. Raises
+    TimeoutError, also within the answer, if that frontend is silent and answers no probe either.
+    """
     request[PASSED_ON] = True
-    async with session_with(peers, target) as session:
+    heard = _Heard()
+    probes = _probe(request, peers, target, heard)
+    async with _probing(probes), session_with(peers, target) as session:
         asked = session.request(
             request.method,
             request.url.with_scheme("http"),
@@ -59,31 +66,45 @@ async def ask(
             skip_auto_headers=SKIPPED,
             allow_redirects=False,
         )
-        async with await _begun(asked, _probe(request, peers, target)) as answer:
+        async with await asked as answer:
+            heard.content = answer.content
             yield answer
 
 
-async def _begun(
-    asked: Awaitable[aiohttp.ClientResponse], probes: Coroutine[Any, Any, None]
-) -> aiohttp.ClientResponse:
-    """Waits for the beginning of an answer as long as its frontend answers probes."""
+@contextlib.asynccontextmanager
+async def _probing(probes: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Ends its body by the error of the probes, if they raise one."""
     try:
         async with asyncio.TaskGroup() as group:
-            probing = group.create_task(probes)
-            answer = await asked
-            probing.cancel()
+            task = group.create_task(probes)
+            yield
+            task.cancel()
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
-    return answer
 
 
-async def _probe(request: web.Request, peers: Peers, target: int) -> None:
-    """Raises TimeoutError when a frontend has not answered a probe in time."""
+class _Heard:
+    """What has come of an answer: its `content` is there once it has begun."""
+
+    def __init__(self) -> None:
+        self.content: aiohttp.StreamReader | None = None
+
+    def num_bytes(self) -> int:
+        return 0 if self.content is None else self.content.total_bytes
+
+
+async def _probe(request: web.Request, peers: Peers, target: int, heard: _Heard) -> None:
+    """Raises TimeoutError when a frontend has not answered a probe in time. One that goes on with
+    its answer gets none.
+    """
     url = request.url.with_scheme("http").with_path(PROBE)
     headers = [(FORWARDED, peers.header_for(request))]
     pause_s = ANSWER_S / 5
     while True:
+        num_bytes = heard.num_bytes()
         await asyncio.sleep(pause_s)
+        if heard.num_bytes() > num_bytes:
+            continue
         try:
             async with (
                 asyncio.timeout(ANSWER_S - pause_s),
@@ -126,13 +147,22 @@ async def pass_on(answer: aiohttp.ClientResponse, request: web.Request) -> web.S
     request[REQUEST_ID] = answer.headers.get("X-Request-Id", request[REQUEST_ID])
     response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
     await response.prepare(request)
+    piece = b""
+
+    async def fail(info: ErrorInfo) -> None:
+        last = last_events(request.path, answer.headers, piece, info)
+        if last is None:
+            closer_of(request)()
+            return
+        await response.write(last)
+        await response.write_eof()
+
+    request[STARTED] = StartedAnswer(response, fail)
     try:
         async for piece in answer.content.iter_any():
             await response.write(piece)
-    except aiohttp.ClientError as error:
-        if request.transport is not None:
-            request.transport.abort()
-        raise ConnectionResetError("another frontend ended within its answer") from error
+    except aiohttp.ClientPayloadError:
+        raise EngineDead("the frontend ended within its answer", code="frontend_ended") from None
     await response.write_eof()
     return response
 

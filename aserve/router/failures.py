@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import re
-
 import aiohttp
-import msgspec
 from aiohttp import hdrs, web
 from multidict import MultiMapping
 
 from aserve.errors import ErrorInfo, ShuttingDown
-from aserve.http.anthropic.messages import anthropic_error
-from aserve.http.errors import error_body
-from aserve.router.replica_connection import Answer, media_type
+from aserve.router.replica_connection import Answer
 
 RETRY_AFTER_S = 2.0
-EVENT_STREAM = "text/event-stream"
-# The last event of a stream of each API.
-LAST_EVENT = re.compile(
-    rb'data: \[DONE\]|"type": ?"(message_stop|error|response\.(completed|incomplete|failed))"'
-)
 BROKEN = ErrorInfo(
     "The replica ended within its answer.", type="server_error", code="replica_failed", status=502
 )
@@ -28,34 +18,24 @@ UNKNOWN = ErrorInfo(
 )
 
 
+class NotAnswered(Exception):
+    """A replica has failed before the first byte of its answer. `was_open` says that it closed the
+    connection, which it may have done while the request was on its way: it is asked once more if
+    there is no other replica.
+    """
+
+    def __init__(self, info: ErrorInfo, *, may_repeat: bool = True, was_open: bool = False) -> None:
+        super().__init__(info.message)
+        self.info = info
+        self.may_repeat = may_repeat
+        self.was_open = was_open
+
+
 class RouterEnds(ShuttingDown):
     """The router takes no request any more, or ends those that are open."""
 
     def __init__(self) -> None:
         super().__init__("The router shuts down.", retry_after_s=5)
-
-
-def last_events(path: str, answer: Answer, sent: bytes, info: ErrorInfo) -> bytes | None:
-    """Returns the events that end a stream by an error: none behind its replica's last one. Returns
-    None for an answer that is no event stream, or that was cut within an event.
-    """
-    if media_type(answer.headers) != EVENT_STREAM or hdrs.CONTENT_ENCODING in answer.headers:
-        return None
-    if not sent.endswith(b"\n\n"):
-        return None
-    if LAST_EVENT.search(sent[:-2].rpartition(b"\n\n")[2]):
-        return b""
-    if path.startswith("/v1/messages"):
-        return b"event: error\ndata: %b\n\n" % anthropic_error(info)
-    if path.startswith("/v1/responses"):
-        return b"event: error\ndata: %b\n\n" % _responses_error(info)
-    return b"data: %b\n\ndata: [DONE]\n\n" % error_body(info)
-
-
-def _responses_error(info: ErrorInfo) -> bytes:
-    """OpenAI's error event of /v1/responses."""
-    event = {"type": "error", "code": info.code, "message": info.message}
-    return msgspec.json.encode({**event, "param": None, "sequence_number": 0})
 
 
 def refused_upgrade(error: aiohttp.WSServerHandshakeError) -> ErrorInfo:

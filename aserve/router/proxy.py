@@ -26,6 +26,7 @@ from aiohttp.http import StreamWriter
 
 from aserve.config import RouterOptions
 from aserve.errors import EngineDead, ErrorInfo
+from aserve.http.cut_streams import last_events
 from aserve.http.direct import DirectWriter
 from aserve.http.errors import RequestFailed
 from aserve.http.frontend_requests import end_to_end
@@ -35,8 +36,8 @@ from aserve.router.failures import (
     BROKEN,
     RETRY_AFTER_S,
     UNKNOWN,
+    NotAnswered,
     RouterEnds,
-    last_events,
     refused_by,
     refused_upgrade,
 )
@@ -53,19 +54,6 @@ logger = logging.getLogger(__name__)
 TRY_ANOTHER = frozenset({502, 503})
 TAIL_BYTES = 4096
 STARTED_S = web.RequestKey("started_s", float)
-
-
-class NotAnswered(Exception):
-    """A replica has failed before the first byte of its answer. `was_open` says that it closed the
-    connection, which it may have done while the request was on its way: it is asked once more if
-    there is no other replica.
-    """
-
-    def __init__(self, info: ErrorInfo, *, may_repeat: bool = True, was_open: bool = False) -> None:
-        super().__init__(info.message)
-        self.info = info
-        self.may_repeat = may_repeat
-        self.was_open = was_open
 
 
 @dataclass(slots=True)
@@ -290,12 +278,12 @@ class Proxy:
         except (AnswerBroken, TimeoutError, web.RequestPayloadError, RouterEnds) as error:
             last = None
             if isinstance(error, RouterEnds):
-                last = last_events(request.path, answer, client.last, error.info())
+                last = last_events(request.path, answer.headers, client.last, error.info())
             elif not isinstance(error, web.RequestPayloadError):  # which is the client's
                 self._balancer.failed(name)
                 self._metrics.broken.labels(name).inc()
                 logger.warning("answer broken replica=%s cause=%s", name, error)
-                last = last_events(request.path, answer, client.last, BROKEN)
+                last = last_events(request.path, answer.headers, client.last, BROKEN)
             if last is None:
                 if request.transport is not None:
                     request.transport.abort()

@@ -17,7 +17,7 @@ from typing import cast
 from aiohttp import StreamReader, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
-from multidict import CIMultiDict, MultiMapping
+from multidict import CIMultiDict
 
 MAX_HEAD_BYTES = 1 << 16
 MAX_UNREAD_BYTES = 1 << 16  # of an answer; above it nothing is read from the replica
@@ -125,10 +125,6 @@ class ReplicaConnection(asyncio.Protocol):
         await self._writable.wait()
         if not self.transport.is_closing():
             self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
-
-
-def media_type(headers: MultiMapping[str]) -> str:
-    return headers.get(hdrs.CONTENT_TYPE, "").partition(";")[0].strip().lower()
 
 
 class Answer:

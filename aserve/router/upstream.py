@@ -25,6 +25,7 @@ from yarl import URL
 
 from aserve.config import RouterOptions
 from aserve.errors import UNDECODABLE, ConfigError
+from aserve.http.cut_streams import media_type
 from aserve.http.frontend_requests import SKIPPED, Headers
 from aserve.options.option import is_host
 from aserve.router.replica_connection import (
@@ -32,7 +33,6 @@ from aserve.router.replica_connection import (
     Answer,
     AnswerBroken,
     ReplicaConnection,
-    media_type,
 )
 
 UNIX = "unix:"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import socket
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from aserve.host.threads import new_event_loop
 from aserve.http import frontend_requests
@@ -65,6 +67,11 @@ async def further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
             yield engine
 
 
+@pytest.fixture
+def first_socket(tmp_path: Path) -> str:
+    return Peers(0, str(tmp_path)).socket_of(0)
+
+
 def assert_names_it(answer: Answer, number: int = 1) -> None:
     assert (answer.status, answer.error["code"]) == (503, "frontend_silent"), answer.text
     assert answer.error["message"].startswith(f"Frontends [{number}] have not answered")
@@ -115,6 +122,113 @@ async def test_an_answer_that_begins_late_is_awaited_as_long_as_its_frontend_ans
         slow.scheduler.is_paused = False
         slow.scheduler.resume()
         assert (await asked).status == 200
+
+
+class BegunStream:
+    """A frontend that begins an answer and sends no more. It answers probes while it `is_alive`."""
+
+    def __init__(self, content_type: str, begun: bytes) -> None:
+        self.is_alive = True
+        self.may_end = asyncio.Event()
+        self.asked_again = asyncio.Event()
+        self._content_type = content_type
+        self._begun = begun
+        self._num_probes = 0
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": self._content_type})
+        await response.prepare(request)
+        await response.write(self._begun)
+        await self.may_end.wait()
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def probe(self, _: web.Request) -> web.Response:
+        self._num_probes += 1
+        if self._num_probes > 1:
+            self.asked_again.set()
+        if not self.is_alive:
+            await self.may_end.wait()
+        return web.Response()
+
+    @contextlib.asynccontextmanager
+    async def at(self, path: str) -> AsyncIterator[None]:
+        app = web.Application()
+        app.router.add_get(frontend_requests.PROBE, self.probe)
+        app.router.add_post("/v1/responses", self.answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        os.unlink(path)
+        await web.UnixSite(runner, path).start()
+        yield
+        self.may_end.set()
+        await runner.cleanup()
+
+
+EVENT = b'event: response.created\ndata: {"sequence_number": 0}\n\n'
+
+
+@contextlib.asynccontextmanager
+async def begun(further: EchoEngine) -> AsyncIterator[aiohttp.ClientResponse]:
+    body = {"model": "echo", "input": "abc", "stream": True}
+    async with (
+        asyncio.timeout(5),
+        further.web.post("/v1/responses", json=body, headers=ROOT) as answer,
+    ):
+        yield answer
+
+
+def error_code(event: str) -> str:
+    code: str = json.loads(event.partition("data: ")[2])["code"]
+    return code
+
+
+async def test_a_stream_of_a_frontend_that_stops_ends_with_an_error_event(
+    further: EchoEngine, first_socket: str
+) -> None:
+    stream = BegunStream("text/event-stream; charset=utf-8", EVENT)
+    async with stream.at(first_socket), begun(further) as answer:
+        assert await answer.content.readuntil(b"\n\n") == EVENT
+        stream.is_alive = False
+        assert error_code(await answer.text()) == "frontend_silent"
+
+
+async def test_half_an_answer_of_a_frontend_that_stops_is_not_taken_for_a_whole_one(
+    further: EchoEngine, first_socket: str
+) -> None:
+    stream = BegunStream("application/json", b'{"id": ')
+    stream.is_alive = False
+    async with stream.at(first_socket), begun(further) as answer:
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await answer.text()
+
+
+async def test_a_silent_stream_goes_on_while_its_frontend_answers_probes(
+    further: EchoEngine, first_socket: str
+) -> None:
+    stream = BegunStream("text/event-stream", EVENT)
+    async with stream.at(first_socket), begun(further) as answer:
+        await stream.asked_again.wait()
+        stream.may_end.set()
+        assert await answer.read() == EVENT + b"data: [DONE]\n\n"
+
+
+async def test_a_stream_of_a_frontend_that_ends_within_it_ends_with_an_error_event(
+    further: EchoEngine, first_socket: str
+) -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked"
+
+    def end_within_it(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"%b\r\n\r\n%x\r\n%b\r\n" % (head, len(EVENT), EVENT))
+        writer.close()
+
+    os.unlink(first_socket)
+    async with (
+        await asyncio.start_unix_server(end_within_it, first_socket),
+        begun(further) as answer,
+    ):
+        assert await answer.content.readuntil(b"\n\n") == EVENT
+        assert error_code(await answer.text()) == "frontend_ended"
 
 
 async def test_an_update_of_the_weights_that_a_stopped_frontend_holds_up_changes_nothing(
