@@ -33,6 +33,8 @@ TO_ALL = frozenset(
 )
 # The rest of these leaves something behind, so it must reach every replica.
 WITHOUT_TRACE = frozenset({"/abort_request", "/abort_requests", "/is_paused", "/load"})
+# Behind these a 404 is that of a replica with nothing left to unload.
+UNLOADS = frozenset({"/v1/unload_lora_adapter", "/unload_lora_adapter"})
 # Changes of settings, whose numbers are not added up.
 SETTINGS = frozenset({"/settings", "/configure_logging", "/set_internal_state"})
 
@@ -66,7 +68,7 @@ async def ask_all(
     if not found:
         raise EngineDead("No replica is ready.", retry_after_s=2, code="no_replica")
     missing = [each.name for each, answer in zip(upstreams, answers, strict=True) if not answer]
-    if needs_all and missing and all(answer.status < 400 for answer in found):
+    if needs_all and missing and not any(_refuses(answer, call) for answer in found):
         raise EngineDead(
             f"Replicas {missing} do not answer; the others have done what they were asked for. "
             "Send the request again when all of them answer, or remove these.",
@@ -79,16 +81,22 @@ async def ask_all(
 async def ask_everyone(
     call: Call, upstreams: Sequence[Upstream], path: str, *, needs_all: bool
 ) -> web.Response:
-    """Joins the answers. The answer is an error if one of them is, and the first one if that is no
-    JSON, or of settings.
+    """Joins the answers. The answer is an error if one of them refuses, and the first one if that
+    is no JSON, or of settings.
     """
     answers = await ask_all(call, upstreams, needs_all=needs_all)
-    first = next((answer for answer in answers if answer.status >= 400), answers[0])
-    decoded = [json_in(answer) for answer in answers]
-    if first.status >= 400 or decoded[0] is None or path in SETTINGS:
+    refusing = (answer for answer in answers if _refuses(answer, call))
+    first = next(refusing, min(answers, key=lambda answer: answer.status))
+    if first.status >= 400 or json_in(first) is None or path in SETTINGS:
         return _response(first)
+    decoded = [json_in(answer) for answer in answers if answer.status < 400]
     whole = msgspec.json.encode(joined([each for each in decoded if each is not None]))
     return web.Response(body=whole, status=first.status, content_type=first.content_type)
+
+
+def _refuses(answer: Whole, call: Call) -> bool:
+    is_unloaded = call.path.partition("?")[0] in UNLOADS and answer.status == 404
+    return answer.status >= 400 and not is_unloaded
 
 
 def json_in(answer: Whole) -> Any:

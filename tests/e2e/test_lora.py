@@ -149,7 +149,7 @@ async def test_what_cannot_be_loaded_is_refused_and_serves_nothing(
     nowhere = {"lora_name": "c", "lora_path": str(folder / "nowhere")}
     for body, code in (
         (nowhere, "invalid_checkpoint"),
-        ({"lora_name": "a", "lora_path": str(folder / "a")}, "adapter_exists"),
+        ({"lora_name": "a", "lora_path": str(folder / "b")}, "adapter_exists"),
         ({"lora_name": "base", "lora_path": str(folder / "a")}, "bad_request"),
     ):
         status, text = await post(client, "/v1/load_lora_adapter", **body)

@@ -596,6 +596,41 @@ async def test_a_change_that_a_replica_has_no_part_in_ends_with_an_error_that_na
                 assert got.status == 200
 
 
+NOT_LOADED = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "answers", "status"),
+    [
+        ("/unload_lora_adapter", (b'{"success":true}', None), 200),
+        ("/v1/unload_lora_adapter", (None, b'{"success":true}'), 200),
+        ("/unload_lora_adapter", (None, None), 404),
+        ("/load_lora_adapter", (b'{"success":true}', None), 404),
+    ],
+)
+async def test_a_repeated_unload_is_done_when_no_replica_has_the_adapter_any_more(
+    path: str, answers: tuple[bytes | None, ...], status: int
+) -> None:
+    replicas = [StandIn(answered(each) if each else written(NOT_LOADED)) for each in answers]
+    async with (
+        routed(*replicas) as (client, _),
+        client.post(path, json={"lora_name": "a"}, headers=ADMIN) as got,
+    ):
+        assert got.status == status
+
+
+async def test_an_unload_is_not_done_while_a_replica_that_may_have_the_adapter_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(upstream, "PROBE_S", 0.1)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        async with routed(StandIn(written(NOT_LOADED))) as (client, server):
+            server.router.add(f"http://127.0.0.1:{listener.getsockname()[1]}")
+            async with client.post("/unload_lora_adapter", json={}, headers=ADMIN) as got:
+                assert (await got.json())["error"]["code"] == "replicas_missing"
+
+
 async def test_a_change_reaches_a_replica_that_does_not_serve() -> None:
     """Such as one that sleeps, and is to wake."""
     serves, sleeps = (StandIn(answered(b'{"is_sleeping":false}')) for _ in range(2))

@@ -105,10 +105,14 @@ class LoraRegistry:
                 raise ConfigError(f"--lora-modules {name}={path}: {reason}") from None
 
     async def load(self, name: str, path: str, *, replaces: bool = False) -> None:
-        """Serves the adapter in the directory `path` as `name`. With `replaces` it may take the
-        name of another one, whose running requests end with the adapter that they began with.
+        """Serves the adapter in the directory `path` as `name`; one that is served so stays as it
+        is. With `replaces` the files are read again, and the adapter may take the name of another
+        one, whose running requests end with the adapter that they began with.
         """
         async with self._turn:
+            served = self._served.get(name)
+            if served is not None and served.path == path and not replaces:
+                return
             self._check_name(name, replaces=replaces)
             load = LoadLora(next(self._ids), self._free_slot(), path)
             error = await self.run_on_device(load)
@@ -137,8 +141,8 @@ class LoraRegistry:
             )
         if name in self._served and not replaces:
             raise InvalidRequest(
-                f"The LoRA adapter '{name}' has already been loaded. Unload it first, or set "
-                "'load_inplace' to replace it.",
+                f"The LoRA adapter '{name}' has already been loaded from another path. Unload it "
+                "first, or set 'load_inplace' to replace it.",
                 param="lora_name",
                 code="adapter_exists",
             )

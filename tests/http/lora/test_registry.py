@@ -89,6 +89,19 @@ async def test_a_replaced_adapter_keeps_its_slot_for_those_that_run() -> None:
     assert [(each.slot, each.path) for each in loras.served] == [(2, "new")]
 
 
+async def test_a_repeated_load_of_an_adapter_changes_nothing_unless_it_replaces_it() -> None:
+    """A router's client repeats what one of several replicas has missed."""
+    device = Device()
+    loras = await registry(device)
+    await loras.load("a", "there/a")
+    served = loras.served
+    await loras.load("a", "there/a")
+    assert loras.served == served
+    assert len(device.loads) == 1
+    await loras.load("a", "there/a", replaces=True)
+    assert len(device.loads) == 2
+
+
 @pytest.mark.parametrize(("name", "path"), [("", "x"), ("n" * 257, "x"), ("a", "broken")])
 async def test_an_adapter_that_cannot_be_loaded_is_not_served(name: str, path: str) -> None:
     loras = await registry(Device())
