@@ -32,7 +32,7 @@ from aserve.batches.records import (
     LineResult,
 )
 from aserve.batches.store import Owned, Store
-from aserve.errors import EngineDead, ErrorInfo
+from aserve.errors import CapacityError, EngineDead, ErrorInfo
 
 FREE_ROWS = 4  # one in so many rows stays free for other requests
 END_AGAIN_S = 10.0  # before a batch whose files could not be written is ended again
@@ -140,7 +140,7 @@ class BatchRunner(Actor[Owned]):
         while True:
             try:
                 await self._store.call(self._store.end_batch, run.batch, run.owner, now())
-            except (OSError, sqlite3.Error) as error:
+            except (CapacityError, sqlite3.Error) as error:
                 logger.warning("batch=%s cannot be ended yet error=%r", run.batch.id, error)
                 await asyncio.sleep(END_AGAIN_S)
             else:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from aserve.batches.records import BatchObject, BatchStatus, FileObject, ListQuery
-from aserve.errors import ConfigError, InvalidRequest, NotFound, QueueFull
+from aserve.errors import CapacityError, ConfigError, InvalidRequest, NotFound, QueueFull
 
 T = TypeVar("T")
 
@@ -90,7 +90,17 @@ class Store:
                 path.unlink()
 
     async def call(self, work: Callable[..., T], *arguments: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+        """Raises CapacityError if the folder cannot be used, as on a full disk."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._thread, work, *arguments)
+        except (OSError, sqlite3.OperationalError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise CapacityError(
+                f"The server cannot use its files: {reason}. Try again later.",
+                code="files_full",
+                retry_after_s=RETRY_AFTER_S,
+            ) from error
 
     def close(self) -> None:
         self._thread.submit(self._base.close)
@@ -111,16 +121,9 @@ class Store:
             )
 
     def append(self, file_id: str, data: bytes) -> None:
-        """Appends to a content that no record names yet. Raises QueueFull if the disk is full."""
-        try:
-            with self.path_of(file_id).open("ab") as content:
-                content.write(data)
-        except OSError as error:
-            raise QueueFull(
-                f"The server cannot write the file: {error.strerror}.",
-                code="files_full",
-                retry_after_s=RETRY_AFTER_S,
-            ) from error
+        """Appends to a content that no record names yet."""
+        with self.path_of(file_id).open("ab") as content:
+            content.write(data)
 
     def discard(self, file_id: str) -> None:
         self.path_of(file_id).unlink(missing_ok=True)

@@ -7,7 +7,7 @@ import errno
 import itertools
 import json
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -421,10 +421,39 @@ async def test_an_upload_to_a_full_disk_is_refused_until_there_is_room(tmp_path:
         contents = tmp_path / "contents"
         contents.rename(tmp_path / "away")
         client = echo.client.with_options(max_retries=0)
-        with pytest.raises(openai.RateLimitError, match="cannot write the file"):
+        with pytest.raises(openai.InternalServerError, match="cannot use its files") as refused:
             await client.files.create(file=("a", b"x"), purpose="batch")
+        assert (refused.value.status_code, refused.value.code) == (503, "files_full")
         (tmp_path / "away").rename(contents)
         await client.files.create(file=("a", b"x"), purpose="batch")
+
+
+@pytest.mark.parametrize("method", ["add_file", "add_batch", "save_batch", "delete_file"])
+async def test_what_sqlite_cannot_write_on_a_full_disk_is_refused_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    def full(*_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    async with EchoEngine(files_dir=str(tmp_path)) as echo:
+        client = echo.client.with_options(max_retries=0)
+        echo.scheduler.is_paused = True
+        unused = await client.files.create(file=("a", b"x"), purpose="batch")
+        batch = await create(client, prompts(1))
+        await echo.until(lambda: len(echo.scheduler.live) == 1)
+        asked: dict[str, Callable[[], Awaitable[object]]] = {
+            "add_file": lambda: client.files.create(file=("a", b"x"), purpose="batch"),
+            "add_batch": lambda: client.batches.create(
+                input_file_id=batch.input_file_id, endpoint=COMPLETIONS, completion_window="24h"
+            ),
+            "save_batch": lambda: client.batches.cancel(batch.id),
+            "delete_file": lambda: client.files.delete(unused.id),
+        }
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, method, full)
+            with pytest.raises(openai.InternalServerError, match="disk is full") as refused:
+                await asked[method]()
+        assert (refused.value.status_code, refused.value.code) == (503, "files_full")
 
 
 async def test_without_a_folder_there_are_no_files() -> None:
