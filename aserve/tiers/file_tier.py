@@ -1,6 +1,7 @@
 """The files below host memory, as the event loop sees them: which pages they have, and slow reads
-and writes beside it. A store that fails or hangs is left alone for a while, and costs no request
-more than a bounded wait.
+and writes beside it. A store that cannot be read, or hangs, is left alone for a while, and costs no
+request more than a bounded wait. One that only cannot be written, such as a full disk, is still
+read.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class FileTier:
         self._report = report
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._num_waiting = 0
-        self._cool_until_s = 0.0
+        self._reads_from_s = self._writes_from_s = 0.0
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
 
     def __contains__(self, key: bytes) -> bool:
@@ -83,7 +84,7 @@ class FileTier:
         most = max(1, MAX_WAITING_BYTES // self._files.page_bytes)
         loop = asyncio.get_running_loop()
         for key, page in zip(keys, pages, strict=True):
-            if key not in self._known and self._num_waiting < most and not self._is_cooling:
+            if key not in self._known and self._num_waiting < most and self._may_write:
                 self._num_waiting += 1
                 self._jobs.put(functools.partial(self._write, loop, key, page))
 
@@ -107,23 +108,24 @@ class FileTier:
             self._known.pop(key, None)
 
     @property
-    def _is_cooling(self) -> bool:
-        return time.monotonic() < self._cool_until_s
+    def _may_read(self) -> bool:
+        return time.monotonic() >= self._reads_from_s
+
+    @property
+    def _may_write(self) -> bool:
+        return time.monotonic() >= self._writes_from_s
 
     async def _try(self, work: Callable[[], T], *, limit_s: float) -> T | None:
         """Returns None if the work fails, or takes too long: its thread is then left behind."""
-        if self._is_cooling:
+        if not self._may_read:
             return None
         try:
             async with asyncio.timeout(limit_s):
                 return await in_thread(work, name="kv-files")
         except (OSError, TimeoutError) as error:
-            self._cool(error)
+            self._reads_from_s = self._writes_from_s = time.monotonic() + COOL_S
+            logger.warning("--hicache-storage is left alone for %.0f s: %r", COOL_S, error)
         return None
-
-    def _cool(self, error: Exception) -> None:
-        self._cool_until_s = time.monotonic() + COOL_S
-        logger.warning("--hicache-storage is left alone for %.0f s: %r", COOL_S, error)
 
     def _note(self, keys: Sequence[bytes]) -> None:
         self._known.update(dict.fromkeys(keys))
@@ -133,7 +135,7 @@ class FileTier:
 
     def _write(self, loop: asyncio.AbstractEventLoop, key: bytes, page: ArrayU8) -> None:
         """Runs on the thread that writes."""
-        outcome: OSError | bool = not self._is_cooling
+        outcome: OSError | bool = self._may_write
         try:
             if outcome:
                 self._files.write(key, page)
@@ -144,7 +146,8 @@ class FileTier:
     def _end_write(self, key: bytes, outcome: OSError | bool) -> None:
         self._num_waiting -= 1
         if isinstance(outcome, OSError):
-            self._cool(outcome)
+            self._writes_from_s = time.monotonic() + COOL_S
+            logger.warning("--hicache-storage is not written for %.0f s: %r", COOL_S, outcome)
         if outcome is not True:
             return
         self._note([key])

@@ -48,9 +48,10 @@ class LocalFolder:
     def read(self, name: str) -> bytes | None:
         try:
             data = (self._path / name).read_bytes()
-            os.utime(self._path / name)  # the time of its last use
         except FileNotFoundError:
             return None
+        with contextlib.suppress(OSError):  # the disk may be full, or only be read
+            os.utime(self._path / name)  # the time of its last use
         return data
 
     def write(self, name: str, data: bytes) -> None:

@@ -5,6 +5,8 @@ loaded, and a request waits no longer than it must.
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import shutil
 import threading
 import uuid
@@ -107,16 +109,39 @@ class Broken(LocalFolder):
         raise OSError("no space left on the device")
 
 
-async def test_a_store_that_fails_is_left_alone_and_host_memory_goes_on(tmp_path: Path) -> None:
+async def test_a_store_that_cannot_be_written_is_left_alone_and_host_memory_goes_on(
+    tmp_path: Path,
+) -> None:
     async with rig(folder=Broken(tmp_path)) as one:
         one.save(1)
         assert await one.next() == TiersChanged(added=keys(1))
         assert one.tiers._files is not None
         async with asyncio.timeout(10):
-            while not one.tiers._files._is_cooling:  # noqa: ASYNC110
+            while one.tiers._files._may_write:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         one.load(1, into=[5])
         assert await one.next() == KvLoaded("r", 0, 1)
+
+
+async def test_files_are_still_read_from_a_disk_that_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async with rig(folder=LocalFolder(tmp_path)) as one:
+        await written(one, 1)
+    async with rig(folder=Broken(tmp_path)) as other:
+        files = other.tiers._files
+        assert files is not None
+        other.save(2)
+        assert await other.next() == TiersChanged(added=keys(2))
+        async with asyncio.timeout(10):
+            while files._may_write:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        monkeypatch.setattr(os, "utime", full)
+        assert await files.look([keys(1)]) == [keys(1)]
+        assert len(await files.read([keys(1)])) == 1
 
 
 class Hanging(LocalFolder):
