@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
-
-import numpy as np
 
 from aserve.messages.base import array_f32, array_i32
 from aserve.messages.output import SequenceOutput
 from aserve.messages.scored import TokenLogprob, TopLogprob
 from aserve.text.tokenizer import TextTokenizer
-
-IMPOSSIBLE = -9999.0  # OpenAI's value for minus infinity, which JSON cannot express
 
 
 class ScoredToken(NamedTuple):
@@ -65,14 +62,16 @@ def alternatives(
     top_ids: bytes, top_logprobs: bytes, *, num_tokens: int, num_top: int, tokenizer: TextTokenizer
 ) -> Iterator[tuple[TopLogprob, ...]]:
     """Yields the best alternatives of each token. `top_ids` is int32 and `top_logprobs` float32,
-    both [num_tokens, at least num_top] and best first.
+    both [num_tokens, at least num_top] and best first. Tokens that cannot be sampled, such as those
+    that a grammar forbids, are no alternatives: of equal scores of -inf, any could be the best.
     """
     ids = array_i32(top_ids).reshape(num_tokens, -1)[:, :num_top].tolist()
-    finite = np.maximum(array_f32(top_logprobs).reshape(num_tokens, -1)[:, :num_top], IMPOSSIBLE)
-    for own_ids, own_logprobs in zip(ids, finite.tolist(), strict=True):
+    logprobs = array_f32(top_logprobs).reshape(num_tokens, -1)[:, :num_top].tolist()
+    for own_ids, own_logprobs in zip(ids, logprobs, strict=True):
         yield tuple(
             alternative(token_id, logprob, tokenizer)
             for token_id, logprob in zip(own_ids, own_logprobs, strict=True)
+            if logprob > -math.inf
         )
 
 
