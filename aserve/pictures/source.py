@@ -73,7 +73,7 @@ def check_source(source: PictureSource, domains: MediaDomains) -> None:
     if source.data:
         return
     kind, comma, data = source.url.partition(",")
-    if not comma or not kind.endswith(BASE64):
+    if not comma or not kind.lower().endswith(BASE64):
         raise invalid_picture(source, "a data URL must be 'data:image/...;base64,...'")
     if len(data) * 3 // 4 > MAX_BYTES:
         raise too_large(source)

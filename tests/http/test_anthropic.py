@@ -247,6 +247,22 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        {"system": [IMAGE]},
+        {"messages": [{"role": "assistant", "content": [IMAGE]}]},
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [IMAGE]}]}]},
+    ],
+)
+async def test_a_picture_that_is_not_the_users_is_refused_in_words(
+    echo: EchoEngine, fields: dict[str, Any]
+) -> None:
+    answer = await ask(echo, "/v1/messages", body_of("a") | fields)
+    assert answer.status == 400
+    assert answer.error["message"] == "Pictures can only be in messages of the user."
+
+
+@pytest.mark.parametrize(
     ("fields", "status", "kind", "param"),
     [
         ({"messages": []}, 400, "invalid_request_error", "messages"),
@@ -256,6 +272,10 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         (
             {"messages": [{"role": "user", "content": [IMAGE]}]},
             *(400, "invalid_request_error", "messages[0].content[0]"),
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            *(400, "invalid_request_error", "messages[0].content[0].source"),
         ),
         ({"stop_sequences": [""]}, 400, "invalid_request_error", "stop_sequences"),
         ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "tool_choice"),

@@ -102,6 +102,16 @@ async def test_an_image_is_refused_by_name(echo: EchoEngine) -> None:
     assert caught.value.param == "messages[0].content[0]"
 
 
+@pytest.mark.parametrize("role", ["system", "assistant", "tool"])
+async def test_a_picture_that_is_not_the_users_is_refused_in_words(
+    echo: EchoEngine, role: str
+) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    with pytest.raises(openai.BadRequestError, match="only be in messages of the user") as caught:
+        await prompt_of(echo, [{"role": role, "content": [image], "tool_call_id": "c"}])
+    assert caught.value.param == "messages[0].content[0]"
+
+
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"city": "Rome"}'}}
 BROKEN_CALL = {"id": "d", "type": "function", "function": {"name": "f", "arguments": "{city"}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

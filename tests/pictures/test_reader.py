@@ -114,6 +114,14 @@ def test_equal_pictures_have_equal_digests_whatever_their_file_is() -> None:
     assert png.digest == webp.digest != other.digest
 
 
+@pytest.mark.parametrize("head", ["DATA:image/png;base64", "data:image/png;BASE64"])
+def test_a_data_url_may_be_in_upper_case(head: str) -> None:
+    url = url_of(drawn(56, 56))
+    source = PictureSource(f"{head},{url.partition(',')[2]}", "messages[0]", "image_url")
+    PictureReader(settings_of()).check(ChatPrompt(b"[]", pictures=(source,)))
+    assert read(source.url) == read(url)
+
+
 def test_of_an_animation_the_first_frame_is_read() -> None:
     frames = [Image.new("RGB", (56, 56), colour) for colour in ("red", "blue")]
     url = url_of(frames[0], "GIF", save_all=True, append_images=frames[1:])

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
 from aserve.errors import InvalidRequest
 from aserve.http.openai.chat_plan import ChatPlan, plan_chat
-from aserve.http.openai.conversation import Chat, ReasoningOptions, pictures_of
+from aserve.http.openai.conversation import (
+    ANTHROPIC_PICTURE,
+    Chat,
+    ReasoningOptions,
+    no_text,
+    pictures_of,
+)
 from aserve.http.openai.grammars import format_grammar
 from aserve.http.openai.limits import INT32, Range, check_within
 from aserve.http.openai.reasoning import reasoning_limit
@@ -26,6 +32,8 @@ from aserve.http.openai.tools import ToolChoice, ToolDefinition, choose_tools
 from aserve.parsers.registry import ParserNames
 
 BUDGET = Range(1, INT32)
+
+T = TypeVar("T")
 
 
 class ImageSource(msgspec.Struct, kw_only=True):
@@ -182,14 +190,14 @@ def _user_messages(role: str, blocks: Sequence[Block], where: str) -> list[ChatM
 
 
 def _part_of(block: Block, where: str) -> ContentPart:
-    source = block.source
-    if block.type != "image" or source is None:
+    if block.type != ANTHROPIC_PICTURE:
         return ContentPart("text", _text_of_block(block, where))
+    source = _required(block.source, f"{where}.source")
     url = _required(source.url, f"{where}.source.url") if source.type == "url" else None
     if url is None:
         data = _required(source.data, f"{where}.source.data")
         url = f"data:{source.media_type or 'image'};base64,{data}"
-    return PicturePart("image", url=url, param=where)
+    return PicturePart(ANTHROPIC_PICTURE, url=url, param=where)
 
 
 def _assistant_message(blocks: Sequence[Block], where: str) -> ChatMessage:
@@ -222,16 +230,11 @@ def text_of(content: Content, *, where: str) -> str:
 
 def _text_of_block(block: Block, where: str) -> str:
     if block.type != "text":
-        raise InvalidRequest(
-            "This model supports text input only; received unsupported content type "
-            f"'{block.type[:40]}'.",
-            param=where,
-            code="unsupported_content_type",
-        )
+        raise no_text(block.type, param=where)
     return _required(block.text, f"{where}.text")
 
 
-def _required(value: str | None, where: str) -> str:
+def _required(value: T | None, where: str) -> T:
     if value is None:
         raise InvalidRequest(
             f"Missing required parameter: '{where}'.",

@@ -173,7 +173,7 @@ def plan_of_prompt(body: GenerateBody, parsers: ParserNames) -> ChatPlan:
 def _message_of(message: OllamaMessage, index: int) -> ChatMessage:
     if message.images:
         raise InvalidRequest(
-            "This model supports text input only; received images.",
+            "This endpoint reads no pictures; /v1/chat/completions does.",
             param=f"messages[{index}].images",
             code="unsupported_content_type",
         )

@@ -31,6 +31,7 @@ from aserve.text.template import RESERVED
 
 # Newer clients say developer; templates know it as system.
 PICTURES = frozenset({"image_url", "input_image"})  # types of parts
+ANTHROPIC_PICTURE = "image"
 REFUSAL = "refusal"  # the type of a part that only the assistant's messages have
 Content: TypeAlias = str | list[ContentPart] | None
 ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "assistant", "tool")}
@@ -275,13 +276,17 @@ def texts_of(content: list[ContentPart], *, kinds: Collection[str], where: str) 
 def text_part(part: ContentPart, index: int, *, kinds: Collection[str], where: str) -> str:
     text = part.refusal if part.type == REFUSAL else part.text
     if part.type not in kinds or text is None:
-        raise InvalidRequest(
-            "This model supports text input only; received unsupported content type "
-            f"'{part.type[:40]}'.",
-            param=f"{where}.content[{index}]",
-            code="unsupported_content_type",
-        )
+        raise no_text(part.type, param=f"{where}.content[{index}]")
     return text
+
+
+def no_text(kind: str, *, param: str) -> InvalidRequest:
+    """Returns the error of a part of this type where only text may be."""
+    if kind in PICTURES or kind == ANTHROPIC_PICTURE:
+        message = "Pictures can only be in messages of the user."
+    else:
+        message = f"Unsupported content type '{kind[:40]}'; expected a part with text."
+    return InvalidRequest(message, param=param, code="unsupported_content_type")
 
 
 def _with_parsed_arguments(call: ToolCall) -> ToolCall:
