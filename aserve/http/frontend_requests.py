@@ -57,7 +57,7 @@ async def ask(
     request[PASSED_ON] = True
     heard = _Heard()
     probes = _probe(request, peers, target, heard)
-    async with _probing(probes), session_with(peers, target) as session:
+    async with probing(probes), session_with(peers, target) as session:
         asked = session.request(
             request.method,
             request.url.with_scheme("http"),
@@ -72,7 +72,7 @@ async def ask(
 
 
 @contextlib.asynccontextmanager
-async def _probing(probes: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+async def probing(probes: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Ends its body by the error of the probes, if they raise one."""
     try:
         async with asyncio.TaskGroup() as group:

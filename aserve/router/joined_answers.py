@@ -12,7 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from aserve.errors import UNDECODABLE, EngineDead
 from aserve.http.all_frontends import merged
-from aserve.http.frontend_requests import end_to_end
+from aserve.http.frontend_requests import end_to_end, probing
 from aserve.observability.metric_sums import summed
 from aserve.router.metrics import RouterMetrics
 from aserve.router.upstream import GONE, PROBE_S, Call, Upstream, Whole
@@ -57,9 +57,11 @@ async def ask_all(
 
     async def ask(upstream: Upstream) -> Whole | None:
         try:
-            if needs_all:
-                await upstream.reach()
-            return await upstream.ask_whole(call)
+            if not needs_all:
+                return await upstream.ask_whole(call)
+            await upstream.reach()
+            async with probing(upstream.keep_reaching()):
+                return await upstream.ask_whole(call)
         except GONE:
             return None
 

@@ -217,6 +217,18 @@ class Upstream:
         async with asyncio.timeout(PROBE_S):
             await self.ask_whole(Call(hdrs.METH_GET, "/health"))
 
+    async def keep_reaching(self) -> None:
+        """Raises TimeoutError when the replica has not answered twice in a row."""
+        num_missed = 0
+        while num_missed < 2:
+            await asyncio.sleep(PROBE_S)
+            try:
+                await self.reach()
+                num_missed = 0
+            except GONE:
+                num_missed += 1
+        raise TimeoutError
+
     async def probe(self) -> int | None:
         """Returns the number of open requests that the replica reports, if it does. Raises one of
         GONE if the replica is not ready.

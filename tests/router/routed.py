@@ -43,11 +43,14 @@ class Asked:
 
 
 class StandIn:
-    """A replica on a port of its own. `asked` are the requests but for probes."""
+    """A replica on a port of its own. `asked` are the requests but for probes. It answers nothing
+    while it `is_stopped`.
+    """
 
     def __init__(self, answer: Answer | None = None) -> None:
         self.answer = answer or written(OK)
         self.asked: list[Asked] = []
+        self.is_stopped = False
         self.closed = asyncio.Event()  # a connection was closed by the router
         self._reached = asyncio.Event()
         self._wanted = 0
@@ -68,6 +71,8 @@ class StandIn:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
                 line = head.partition("\r\n")[0]
                 body = await _body(reader, head.lower())
+                if self.is_stopped:
+                    continue
                 if line.startswith("GET /health "):
                     writer.write(OK)
                 elif line.startswith("GET /load "):

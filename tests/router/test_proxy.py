@@ -631,6 +631,31 @@ async def test_an_unload_is_not_done_while_a_replica_that_may_have_the_adapter_i
                 assert (await got.json())["error"]["code"] == "replicas_missing"
 
 
+async def test_a_replica_that_stands_still_within_a_change_does_not_hold_up_its_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A change that takes longer than probes is awaited from a replica that answers these."""
+    monkeypatch.setattr(upstream, "PROBE_S", 0.05)
+    may_end = asyncio.Event()
+
+    async def slow(writer: asyncio.StreamWriter) -> None:
+        await may_end.wait()
+        await answered(b'{"success":true}')(writer)
+
+    quick, late = StandIn(answered(b'{"success":true}')), StandIn(slow)
+    async with routed(quick, late) as (client, _):
+        asked = asyncio.ensure_future(client.post("/flush_cache", headers=ADMIN))
+        await late.asked_more(1)
+        await asyncio.wait([asked], timeout=0.5)
+        assert not asked.done()
+        late.is_stopped = True
+        async with asyncio.timeout(5), await asked as got:
+            error = (await got.json())["error"]
+        assert (got.status, error["code"]) == (503, "replicas_missing")
+        assert late.url in error["message"]
+        may_end.set()
+
+
 async def test_a_change_reaches_a_replica_that_does_not_serve() -> None:
     """Such as one that sleeps, and is to wake."""
     serves, sleeps = (StandIn(answered(b'{"is_sleeping":false}')) for _ in range(2))
