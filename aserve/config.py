@@ -473,6 +473,12 @@ class MachineOptions:
         "--tensor-parallel-size; as many steps are in flight",
         Limits(low=1, high=64, aliases=("pp-size", "pp")),
     )
+    ranks_timeout: float = option(
+        600.0,
+        "seconds that ranks wait for each other while they load the model, new weights or an "
+        "adapter, after which the engine ends",
+        Limits(low=1, high=86400, aliases=("dist-timeout", "distributed-timeout-seconds")),
+    )
     enable_dp_attention: bool = option(
         False,
         "data-parallel attention: --data-parallel-size ranks in one engine, in place of as many "

@@ -104,7 +104,7 @@ def load_executor(
                 f"--device {resolved.machine.device} runs on one rank", param="tensor_parallel_size"
             )
         return load_named(resolved, model_dir, on_stage)
-    patience = Patience()
+    patience = Patience(resolved.machine.ranks_timeout)
     build = functools.partial(load_rank, resolved, model_dir, patience=patience, on_stage=on_stage)
     if is_alone:
         return build(Coordinates)

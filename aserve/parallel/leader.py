@@ -31,9 +31,8 @@ from aserve.parallel.joining import ALIVE_EVERY_S
 from aserve.parallel.kv_moves import KvMoves
 from aserve.parallel.kv_of_ranks import KvOfRanks
 from aserve.parallel.launch import started_ranks
-from aserve.parallel.processes import LOAD_S, RankProcess
+from aserve.parallel.processes import RankProcess
 from aserve.parallel.topology import (
-    LONG_S,
     Coordinates,
     KvDone,
     Meet,
@@ -51,7 +50,7 @@ from aserve.parallel.topology import (
 
 logger = logging.getLogger(__name__)
 
-LATE_SHARE = 0.05  # of LOAD_S, until the ranks that have not loaded are logged
+LATE_SHARE = 0.05  # of --ranks-timeout, until the ranks that have not loaded are logged
 UP_S = 60.0  # for a rank to import its libraries
 FORGET_S = 1.0  # for the event loop to end what waits for the ranks
 # Without a word from a host, which sends one every ALIVE_EVERY_S: until it counts as silent, and
@@ -84,24 +83,24 @@ def load_ranks(
         own = _built(lambda: build(meet), team.ranks)
         num_pages = tuple(group.num_pages for group in own.spec.groups)
         for rank in team.ranks:
-            loaded = _loaded(rank)
+            loaded = _loaded(rank, limit_s=patience.long_s)
             if loaded.num_pages != num_pages:
                 raise EngineDead(f"ranks have {loaded.num_pages} and {num_pages} pages")
         return ParallelExecutor(own, team.ranks, patience, team.hosts, kv_parts=kv_parts)
 
 
-def _loaded(rank: RankProcess) -> RankLoaded:
-    late = threading.Timer(LATE_SHARE * LOAD_S, _log_late, ([rank.number],))
+def _loaded(rank: RankProcess, *, limit_s: float) -> RankLoaded:
+    late = threading.Timer(LATE_SHARE * limit_s, _log_late, ([rank.number], limit_s))
     late.start()
     try:
-        return rank.expect(RankLoaded, timeout_s=LOAD_S)
+        return rank.expect(RankLoaded, timeout_s=limit_s)
     finally:
         late.cancel()
 
 
-def _log_late(ranks: Sequence[int]) -> None:
-    waited_s = LATE_SHARE * LOAD_S
-    logger.warning("ranks load late ranks=%s waited_s=%.0f limit_s=%.0f", ranks, waited_s, LOAD_S)
+def _log_late(ranks: Sequence[int], limit_s: float) -> None:
+    waited_s = LATE_SHARE * limit_s
+    logger.warning("ranks load late ranks=%s waited_s=%.0f limit_s=%.0f", ranks, waited_s, limit_s)
 
 
 def _built(build: Callable[[], LocalExecutor], ranks: Sequence[RankProcess]) -> LocalExecutor:
@@ -215,14 +214,15 @@ class ParallelExecutor:
     async def _answers_of_all(
         self, answers: Sequence[asyncio.Future[ErrorInfo | None]]
     ) -> list[ErrorInfo | None]:
-        """A rank that has not answered LOAD_S after rank 0 is the death of the engine."""
-        _, late = await asyncio.wait(answers, timeout=LATE_SHARE * LOAD_S)
+        """A rank that has not answered in time after rank 0 is the death of the engine."""
+        limit_s = self.patience.long_s
+        _, late = await asyncio.wait(answers, timeout=LATE_SHARE * limit_s)
         if late:
-            _log_late([number for number, each in enumerate(answers, 1) if each in late])
-            _, late = await asyncio.wait(late, timeout=(1 - LATE_SHARE) * LOAD_S)
+            _log_late([number for number, each in enumerate(answers, 1) if each in late], limit_s)
+            _, late = await asyncio.wait(late, timeout=(1 - LATE_SHARE) * limit_s)
         if late:
             first = next(number for number, each in enumerate(answers, 1) if each in late)
-            self._die(EngineDead(f"rank {first} has not answered in {LOAD_S:.0f} s"))
+            self._die(EngineDead(f"rank {first} has not answered in {limit_s:.0f} s"))
         return [answer.result() for answer in answers]
 
     async def _profile_patiently(self, job: Profile) -> ErrorInfo | None:
@@ -230,7 +230,7 @@ class ParallelExecutor:
         ranks that serve wait for each other."""
         async with self._profiling:
             usual_s = self.patience.seconds
-            self._set_patience(LONG_S)
+            self._set_patience(self.patience.long_s)
             try:
                 return await self._own.run_job(job)
             finally:

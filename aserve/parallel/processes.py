@@ -36,7 +36,6 @@ T = TypeVar("T", bound=msgspec.Struct)
 ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 RANK = (sys.executable, "-m", "aserve.parallel.rank")
 SEND_S = 10.0  # for a rank that does not read
-LOAD_S = 600.0  # for the other ranks to load after rank 0 has
 END_S = 5.0  # for a rank's last step and its exit; afterwards it is killed
 DEATH_S = 1.0  # from a socket's end to the exit code
 PIECE_BYTES = 1 << 16
@@ -74,7 +73,7 @@ class RankProcess:
         """Raises OSError if the rank has gone, or does not read."""
         frames.send(self._stream, message)
 
-    def expect(self, kind: type[T], *, timeout_s: float = LOAD_S) -> T:
+    def expect(self, kind: type[T], *, timeout_s: float) -> T:
         """Waits for the rank's next message. Raises the reason if the rank has failed or ended."""
         self.socket.settimeout(timeout_s)
         try:

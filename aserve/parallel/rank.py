@@ -73,7 +73,7 @@ def main() -> int:
         start = frames.receive(stream, StartRank)
         if start is None:
             return 0
-        patience = Patience()
+        patience = Patience(start.resolved.machine.ranks_timeout)
         with _ending_with_leader(sock, start.coordinates):
             executor = _loaded(start, stream, patience)
     if executor is None:

@@ -24,7 +24,7 @@ from aserve.messages.changes import CheckWeights, LoadLora, LoadWeights
 from aserve.messages.results import SampleResult, StepFailed, StepResult
 from aserve.messages.step import Launch, Resync, Sample
 
-LONG_S = 600.0  # for ranks that load, or wait for a profile
+LONG_S = 600.0
 SHARED_FOLDER = "/dev/shm"  # files in it are memory
 
 
@@ -112,18 +112,19 @@ def family_of(host: str) -> socket.AddressFamily:
 
 
 class Patience:
-    """Says how many seconds a rank waits in a collective for the others. They load at different
-    speeds, and a first step may compile. Later steps begin at about the same time on all ranks, and
-    take about as long; but ranks with rows of their own wait for each other's prompts and kernels.
+    """Says how many `seconds` a rank waits in a collective for the others: `long_s` while they
+    load, at different speeds, run their first steps, which may compile, or profile. Later steps
+    begin at about the same time on all ranks, and take about as long; but ranks with rows of their
+    own wait for each other's prompts and kernels.
 
     A thread that waits for its device, which waits for another rank, may never come back. So `lost`
     completes with the reason when somebody else has noticed it.
     """
 
-    __slots__ = ("lost", "seconds")
+    __slots__ = ("long_s", "lost", "seconds")
 
-    def __init__(self, seconds: float = LONG_S) -> None:
-        self.seconds = seconds
+    def __init__(self, long_s: float = LONG_S) -> None:
+        self.long_s = self.seconds = long_s
         self.lost: Future[str] = Future()
 
     def end(self, reason: str) -> None:

@@ -207,7 +207,7 @@ def test_a_rank_that_loads_ends_with_rank_0_and_leaves_no_files(tmp_path: Path) 
     place = Coordinates(1, 2, f"{folder}/store")
     resolved = resolved_of(tensor_parallel_size=2)
     rank = spawned_rank(StartRank(resolved, str(MODEL_DIR), os.getcwd(), place))
-    rank.expect(RankUp)  # it waits for rank 0 now
+    rank.expect(RankUp, timeout_s=60)  # it waits for rank 0 now
     rank.close()
     assert rank.process.returncode == 0
     assert not folder.exists()
@@ -228,27 +228,27 @@ async def test_a_killed_rank_ends_the_engine_at_once() -> None:
 
 
 def test_a_rank_that_loads_late_is_logged_long_before_the_engine_gives_it_up(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(leader, "LOAD_S", 1.0)
     ours, theirs = socket.socketpair()
     start = StartRank(resolved_of(), str(MODEL_DIR), os.getcwd(), Coordinates(1, 2))
     rank = RankProcess(start, ours, subprocess.Popen(["true"]))
     with theirs, pytest.raises(EngineDead, match="rank 1 did not answer in 1 s"):
-        leader._loaded(rank)
+        leader._loaded(rank, limit_s=1.0)
     rank.close()
     assert caplog.messages == ["ranks load late ranks=[1] waited_s=0 limit_s=1"]
 
 
 async def test_a_rank_that_hangs_in_a_job_ends_the_engine(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """No step waits for it, and no request comes while weights are replaced."""
-    monkeypatch.setattr(leader, "LOAD_S", 1.0)
-    executor = loaded(tensor_parallel_size=2)
+    executor = loaded(tensor_parallel_size=2, ranks_timeout=30)
     assert isinstance(executor, ParallelExecutor)
     [rank] = executor.ranks
     executor.start(asyncio.get_running_loop())
+    assert executor.patience.long_s == 30
+    executor.patience.long_s = 1.0
     os.kill(pid_of(rank), signal.SIGSTOP)
     try:
         async with asyncio.timeout(20):
