@@ -30,7 +30,7 @@ from aserve.bench.disagg_servers import (
 from aserve.bench.options import DisaggBenchOptions
 from aserve.bench.result import BenchResult, Table
 from aserve.config import Resolved
-from aserve.disagg.carriers import Inlets, Outlets, receive_values
+from aserve.disagg.transports import BlockReaders, BlockSenders, receive_values
 from aserve.disagg.wire import Block, Choice, Connection, Offers
 from aserve.errors import BugError
 from aserve.host.threads import new_event_loop
@@ -50,7 +50,7 @@ NOTE = (
 
 
 class CarrierRate(msgspec.Struct, frozen=True):
-    carrier: str
+    transport: str
     gb_per_s: float
     of_socket: float
     of_copy: float
@@ -82,18 +82,18 @@ def _table(title: str, lines: Sequence[CarrierRate | FirstToken | Jitter | Loop]
 
 
 def measure_rates(options: DisaggBenchOptions) -> list[CarrierRate]:
-    """The best of `repeats` for each carrier, in turns with a socket and a copy."""
+    """The best of `repeats` for each transport, in turns with a socket and a copy."""
     num_blocks = max(1, (options.transfer_mib << 20) // COPY_BYTES)
     best: dict[str, float] = {}
     ways: dict[str, Callable[[int], float]] = {"socket": _socket_s, "copy": _copy_s}
-    carriers = options.carriers.split(",")
-    ways |= {carrier: functools.partial(_carrier_s, carrier) for carrier in carriers}
+    transports = options.transports.split(",")
+    ways |= {transport: functools.partial(_transport_s, transport) for transport in transports}
     for _ in range(options.repeats):
         for name, seconds_of in ways.items():
             rate = num_blocks * COPY_BYTES / seconds_of(num_blocks) / 1e9
             best[name] = max(rate, best.get(name, 0.0))
     rates = [("socket", best["socket"]), ("copy", best["copy"])]
-    rates += [(carrier, best[carrier]) for carrier in carriers]
+    rates += [(transport, best[transport]) for transport in transports]
     return [
         CarrierRate(name, rate, rate / best["socket"], rate / best["copy"]) for name, rate in rates
     ]
@@ -111,11 +111,11 @@ def _socket_s(num_blocks: int) -> float:
     return _received_s(_send_bytes, num_blocks, _read_bytes)
 
 
-def _carrier_s(carrier: str, num_blocks: int) -> float:
-    inlets = Inlets(carrier)
-    with closing(inlets):
-        read = functools.partial(_read_blocks, inlets)
-        return _received_s(functools.partial(_send_blocks, carrier), num_blocks, read)
+def _transport_s(transport: str, num_blocks: int) -> float:
+    block_readers = BlockReaders(transport)
+    with closing(block_readers):
+        read = functools.partial(_read_blocks, block_readers)
+        return _received_s(functools.partial(_send_blocks, transport), num_blocks, read)
 
 
 def _received_s(
@@ -157,25 +157,29 @@ def _read_bytes(sock: socket.socket, num_blocks: int) -> None:
         Connection(sock).fill(values)
 
 
-def _send_blocks(carrier: str, pipe: Pipe, num_blocks: int) -> None:
-    outlets = Outlets(carrier)
+def _send_blocks(transport: str, pipe: Pipe, num_blocks: int) -> None:
+    block_senders = BlockSenders(transport)
     values = np.ones(COPY_BYTES, np.uint8).data
     connection = Connection(_accepted(pipe))
-    with closing(outlets), closing(connection), closing(outlets.open(connection)) as outlet:
+    with (
+        closing(block_senders),
+        closing(connection),
+        closing(block_senders.open(connection)) as block_sender,
+    ):
         for _ in range(num_blocks):
-            outlet.send(range(1), range(1), values)
-        outlet.end()
+            block_sender.send(range(1), range(1), values)
+        block_sender.end()
 
 
-def _read_blocks(inlets: Inlets, sock: socket.socket, num_blocks: int) -> None:
+def _read_blocks(block_readers: BlockReaders, sock: socket.socket, num_blocks: int) -> None:
     connection = Connection(sock)
     offers = connection.receive()
     if not isinstance(offers, Offers):
         raise BugError(f"{offers} is no offer")
-    inlet = inlets.choose(offers)
-    connection.send(Choice(inlet.carrier))
+    block_reader = block_readers.choose(offers)
+    connection.send(Choice(block_reader.transport))
     for _ in range(num_blocks):
         block = connection.receive()
         if not isinstance(block, Block):
             raise BugError(f"{block} is no block")
-        receive_values(connection, inlet, block)
+        receive_values(connection, block_reader, block)

@@ -168,9 +168,9 @@ class RouteOptions:
 
 @dataclass(frozen=True, slots=True)
 class DisaggBenchOptions:
-    transfer_mib: int = option(512, "bytes that each carrier brings, in MiB", Limits(low=1))
-    carriers: str = option(
-        "tcp,shm", "carriers to measure: tcp, shm, nixl", Limits(metavar="NAME,NAME,...")
+    transfer_mib: int = option(512, "bytes that each transport brings, in MiB", Limits(low=1))
+    transports: str = option(
+        "tcp,shm", "transports to measure: tcp, shm, nixl", Limits(metavar="NAME,NAME,...")
     )
     repeats: int = option(5, "repeats of each transfer; the best is shown", Limits(low=1))
     servers: str = option(

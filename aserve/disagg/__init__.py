@@ -16,7 +16,7 @@ How it works:
 - Each transfer has a connection of its own (`wire.py`), so that its end, its failure and its
   cancellation are those of the connection, and a slow peer delays only its own request. KV travels
   as the bytes of each token's rows, so the two sides may differ in page size. The bytes go over the
-  connection, or through memory that both sides map (`carriers.py`, `arena.py`).
+  connection, or through memory that both sides map (`transports.py`, `arena.py`).
 
 - Nothing is lost: a transfer that fails is tried with the next prefill engine, from the token where
   it stopped, and at last the prompt is computed on the decode side.

@@ -16,9 +16,9 @@ from aserve.actors.scheduler import PeerEvent
 from aserve.actors.supervisor import Supervised
 from aserve.channel import Sink
 from aserve.config import DisaggregationOptions, Resolved
-from aserve.disagg.carriers import Inlets, Outlets
 from aserve.disagg.decode import Awaiting, KvReceiver
 from aserve.disagg.prefill import KvSender, Peers, WithoutTransfers, listen
+from aserve.disagg.transports import BlockReaders, BlockSenders
 from aserve.errors import UNDECODABLE, ConfigError
 from aserve.host.hub import resolve_model_dir
 from aserve.messages.executor import EngineSpec, SchedulerEvent
@@ -86,14 +86,20 @@ def open_transfers(
     key = options.disaggregation_key or ""
     if mode == "decode":
         addresses = _addresses(options)
-        inlets = Inlets(options.disaggregation_transfer_backend)
+        block_readers = BlockReaders(options.disaggregation_transfer_backend)
         receiver = KvReceiver(
-            access, events, addresses, key=key, model=model, report=report, inlets=inlets
+            access,
+            events,
+            addresses,
+            key=key,
+            model=model,
+            report=report,
+            block_readers=block_readers,
         )
         return Transfers(Awaiting(events), text, receiver, (receiver,))
-    outlets = Outlets(options.disaggregation_transfer_backend)
+    block_senders = BlockSenders(options.disaggregation_transfer_backend)
     sock = _listen(options)
-    sender = KvSender(access, events, Peers(key, model), sock, report, outlets=outlets)
+    sender = KvSender(access, events, Peers(key, model), sock, report, block_senders=block_senders)
     return Transfers(events, WithoutTransfers(text, sender), sender, (sender,))
 
 

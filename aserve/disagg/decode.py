@@ -14,8 +14,8 @@ import msgspec
 
 from aserve.actors.base import Actor
 from aserve.channel import Sink
-from aserve.disagg.carriers import Inlet, Inlets, receive_values
 from aserve.disagg.spans import ReceivedSpans
+from aserve.disagg.transports import BlockReader, BlockReaders, receive_values
 from aserve.disagg.wire import (
     VERSION,
     Block,
@@ -97,7 +97,7 @@ class _Transfer:
     spans: ReceivedSpans
     barrier: Future[None]  # of what was launched before, such as a Sample of the pages' last owner
     connection: Connection | None = None
-    inlet: Inlet | None = None  # of the last prefill engine that made an offer
+    block_reader: BlockReader | None = None  # of the last prefill engine that made an offer
     is_cancelled: bool = False
     num_bytes: int = 0
     began_s: float = field(default_factory=time.monotonic)
@@ -126,10 +126,10 @@ class KvReceiver(Actor[None]):
         key: str,
         model: str,
         report: Callable[[KvTransferred], None],
-        inlets: Inlets,
+        block_readers: BlockReaders,
     ) -> None:
         super().__init__("kv-receiver")
-        self._inlets = inlets
+        self._block_readers = block_readers
         self._access = access
         self._events = events
         self._peers = [_Peer(address) for address in addresses]
@@ -143,7 +143,7 @@ class KvReceiver(Actor[None]):
     async def stop(self) -> None:
         for transfer in self._transfers.values():
             transfer.cancel()
-        self._inlets.close()
+        self._block_readers.close()
         await super().stop()
 
     def send(self, effect: ReceiveKv | SendKv | StreamKv | Retired | Refused) -> None:
@@ -179,8 +179,8 @@ class KvReceiver(Actor[None]):
             logger.warning("the KV of %s is computed here: %s", asked.request_id, reason)
         outcome = "ok" if reason is None else "cancelled" if transfer.is_cancelled else "failed"
         seconds = time.monotonic() - transfer.began_s
-        carrier = "none" if transfer.inlet is None else transfer.inlet.carrier
-        self._report(KvTransferred("received", outcome, carrier, transfer.num_bytes, seconds))
+        transport = "none" if transfer.block_reader is None else transfer.block_reader.transport
+        self._report(KvTransferred("received", outcome, transport, transfer.num_bytes, seconds))
 
     def _try_peers(self, transfer: _Transfer) -> str | None:
         """Runs on the transfer's thread. Returns None when all KV is in the pools, or the reason
@@ -200,8 +200,8 @@ class KvReceiver(Actor[None]):
                 reason = f"{peer}: {refusal}"
             except (OSError, TransferError, RuntimeError) as error:
                 reason = f"{peer}: {error}"
-                if transfer.inlet is not None:
-                    transfer.inlet.forget()
+                if transfer.block_reader is not None:
+                    transfer.block_reader.forget()
                 if not transfer.is_cancelled:
                     peer.failed_at_s = time.monotonic()
             finally:
@@ -226,11 +226,11 @@ class KvReceiver(Actor[None]):
                 namespace=asked.namespace,
             )
         )
-        inlet = transfer.inlet = self._agree(connection)
+        block_reader = transfer.block_reader = self._agree(connection)
         while not spans.is_whole:
             match connection.receive():
                 case Block() as block:
-                    self._take(transfer, connection, inlet, block)
+                    self._take(transfer, connection, block_reader, block)
                 case Failed(reason):
                     raise TransferRefused(reason)
                 case Waiting():
@@ -239,23 +239,23 @@ class KvReceiver(Actor[None]):
                     raise TransferError(f"{message} is not what a prefill engine says")
         transfer.settle()
 
-    def _agree(self, connection: Connection) -> Inlet:
+    def _agree(self, connection: Connection) -> BlockReader:
         match connection.receive():
             case Offers() as offers:
-                inlet = self._inlets.choose(offers)
+                block_reader = self._block_readers.choose(offers)
             case Failed(reason):
                 raise TransferRefused(reason)
             case message:
                 raise TransferError(f"{message} is no offer: the peer is not a prefill engine")
-        connection.send(Choice(inlet.carrier))
-        return inlet
+        connection.send(Choice(block_reader.transport))
+        return block_reader
 
     def _take(
-        self, transfer: _Transfer, connection: Connection, inlet: Inlet, block: Block
+        self, transfer: _Transfer, connection: Connection, block_reader: BlockReader, block: Block
     ) -> None:
         asked, first = transfer.asked, block.first
         transfer.spans.check(block)
-        values = receive_values(connection, inlet, block)
+        values = receive_values(connection, block_reader, block)
         ids = asked.token_ids[4 * first : 4 * (first + block.num_tokens)]
         layers = range(block.from_layer, block.from_layer + block.num_layers)
         transfer.barrier.result()

@@ -1,4 +1,4 @@
-"""NIXL as a carrier (`pip install 'aserve[nixl]'`): the decode side reads blocks where they lie.
+"""NIXL as a transport (`pip install 'aserve[nixl]'`): the decode side reads blocks where they lie.
 
 Each engine has one agent, which registers the engine's arena once. A prefill engine offers the
 metadata of its agent with every transfer; a decode engine loads it once for each agent. A block is

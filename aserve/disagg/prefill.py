@@ -9,7 +9,7 @@
 # SendKv for what is left of the tokens that are, at once: the read is then ordered before the next
 # launch, and only later launches can write the pages. So no page need be held for a peer that reads
 # slowly. What is read waits on the host; MAX_TRANSFERS bounds that. From there it is sent over the
-# connection, or laid out in memory that the peer reads (carriers.py).
+# connection, or laid out in memory that the peer reads (transports.py).
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 
 from aserve.actors.base import Actor
 from aserve.channel import Sink
-from aserve.disagg.carriers import Outlet, Outlets
 from aserve.disagg.spans import SentSpans, Span
+from aserve.disagg.transports import BlockSender, BlockSenders
 from aserve.disagg.wire import (
     VERSION,
     WAITING_S,
@@ -95,7 +95,7 @@ class _Transfer:
     request_id: str
     spans: SentSpans
     num_bytes: int = 0  # on their way or there
-    carrier: str = "none"
+    transport: str = "none"
     is_over: bool = False  # the peer has gone, and the request is being cancelled
     parts: queue.SimpleQueue[_Part | str | None] = field(default_factory=queue.SimpleQueue)
 
@@ -111,11 +111,11 @@ class KvSender(Actor[None]):
         sock: socket.socket,
         report: Callable[[KvTransferred], None],
         *,
-        outlets: Outlets,
+        block_senders: BlockSenders,
     ) -> None:
         """`sock` listens."""
         super().__init__("kv-sender")
-        self._outlets = outlets
+        self._block_senders = block_senders
         self._access = access
         self._part_len = max(1, PART_BYTES // access.bytes_per_token)
         self._span_len = max(1, PART_BYTES // max(access.layer_bytes))
@@ -154,7 +154,7 @@ class KvSender(Actor[None]):
             connection.abort()
         await super().stop()
         self._sock.close()
-        self._outlets.close()
+        self._block_senders.close()
 
     def owns(self, request_id: str) -> bool:
         """Returns whether a request is that of a transfer, up to its Retired or Refused."""
@@ -219,9 +219,9 @@ class KvSender(Actor[None]):
             connection.close()
             self._connections.discard(connection)
             num_bytes = sum(each.num_bytes for each in transfers)
-            carrier = transfers[0].carrier if transfers else "none"
+            transport = transfers[0].transport if transfers else "none"
             seconds = time.monotonic() - began_s
-            self._report(KvTransferred("sent", outcome, carrier, num_bytes, seconds))
+            self._report(KvTransferred("sent", outcome, transport, num_bytes, seconds))
             for transfer in transfers:
                 if transfer.request_id in self._transfers:
                     transfer.is_over = True
@@ -237,9 +237,9 @@ class KvSender(Actor[None]):
             connection.send(Failed(refusal))
             return
         transfer = begin(fetch)
-        with contextlib.closing(self._outlets.open(connection)) as outlet:
-            transfer.carrier = outlet.carrier
-            _send_parts(connection, transfer, outlet)
+        with contextlib.closing(self._block_senders.open(connection)) as block_sender:
+            transfer.transport = block_sender.transport
+            _send_parts(connection, transfer, block_sender)
 
     def _admit(self, transfer: _Transfer, fetch: Fetch) -> None:
         self._transfers[transfer.request_id] = transfer
@@ -268,7 +268,7 @@ class WithoutTransfers:
         self._text.send(message)
 
 
-def _send_parts(connection: Connection, transfer: _Transfer, outlet: Outlet) -> None:
+def _send_parts(connection: Connection, transfer: _Transfer, block_sender: BlockSender) -> None:
     while True:
         try:
             part = transfer.parts.get(timeout=WAITING_S)
@@ -276,13 +276,13 @@ def _send_parts(connection: Connection, transfer: _Transfer, outlet: Outlet) -> 
             connection.send(Waiting())
             continue
         if part is None:
-            outlet.end()
+            block_sender.end()
             return
         if isinstance(part, str):
             connection.send(Failed(part))
             return
         values = part.values()
-        outlet.send(part.tokens, part.layers, values)
+        block_sender.send(part.tokens, part.layers, values)
         transfer.num_bytes += len(values)
 
 

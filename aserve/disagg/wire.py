@@ -1,13 +1,13 @@
 """The protocol of transfers: one connection for each, with messages and blocks of KV.
 
-The decode side sends one Fetch. The prefill side answers with Offers, the carriers by which the
+The decode side sends one Fetch. The prefill side answers with Offers, the transports by which the
 bytes of blocks can travel, of which the decode side takes one by Choice. Then come Blocks in order,
 which cover the tokens that were asked for, or Failed. The prefill side sends Waiting when it has
 nothing else to send, so that a peer which says nothing for IDLE_S is known to be gone.
 
 A message is its length (4 bytes, little-endian) and msgpack. The bytes of a Block follow, or lie in
 the memory of the prefill side until the decode side answers with Taken. Every Block has a checksum
-(carriers.py), because a changed byte would change the answer and nothing else.
+(transports.py), because a changed byte would change the answer and nothing else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 
 from aserve.errors import UNDECODABLE
 
-VERSION = 4
+VERSION = 5
 CONNECT_S = 5.0
 IDLE_S = 10.0
 WAITING_S = 1.0  # between two signs of life
@@ -31,7 +31,7 @@ LENGTH = struct.Struct("<I")
 
 # tcp: the bytes of a Block follow it. shm: they lie in memory that both sides have mapped. nixl: in
 # memory that NIXL reads.
-Carrier: TypeAlias = Literal["tcp", "shm", "nixl"]
+Transport: TypeAlias = Literal["tcp", "shm", "nixl"]
 
 
 class Fetch(msgspec.Struct, frozen=True, tag=True):
@@ -68,21 +68,21 @@ class NixlPlace(msgspec.Struct, frozen=True, tag=True):
 
 
 class Offers(msgspec.Struct, frozen=True, tag=True):
-    """The carriers that the prefill side has."""
+    """The transports that the prefill side has."""
 
     is_inline: bool = True  # bytes of blocks may follow them
     shared: SharedPlace | None = None
     nixl: NixlPlace | None = None
 
-    def has(self, carrier: Carrier) -> bool:
+    def has(self, transport: Transport) -> bool:
         places = {"tcp": self.is_inline, "shm": self.shared, "nixl": self.nixl}
-        return bool(places[carrier])
+        return bool(places[transport])
 
 
 class Choice(msgspec.Struct, frozen=True, tag=True):
-    """The carrier of this transfer."""
+    """The transport of this transfer."""
 
-    carrier: Carrier
+    transport: Transport
 
 
 class Block(msgspec.Struct, frozen=True, tag=True):

@@ -324,13 +324,13 @@ class TransferMetrics:
         self._bytes = Counter(
             "aserve_kv_transfer_bytes",
             "KV that was sent to other engines or received from them",
-            ["direction", "carrier"],
+            ["direction", "transport"],
             registry=registry,
         )
 
     def on_report(self, report: KvTransferred) -> None:
         self._seconds.labels(report.direction, report.outcome).observe(report.seconds)
-        self._bytes.labels(report.direction, report.carrier).inc(report.num_bytes)
+        self._bytes.labels(report.direction, report.transport).inc(report.num_bytes)
 
 
 class TierMetrics:

@@ -105,12 +105,12 @@ class GrammarCompiled(Message, frozen=True):
 
 class KvTransferred(Message, frozen=True):
     """A transfer of KV has ended. `direction` is sent or received, `outcome` ok, failed or
-    cancelled; `carrier` is tcp, shm, nixl, or none if it was not agreed on.
+    cancelled; `transport` is tcp, shm, nixl, or none if it was not agreed on.
     """
 
     direction: str
     outcome: str
-    carrier: str
+    transport: str
     num_bytes: int
     seconds: float
 

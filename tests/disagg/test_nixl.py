@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from aserve.disagg.arena import Arena
-from aserve.disagg.carriers import Inlets, Outlets
 from aserve.disagg.nixl_agent import NixlAgent
+from aserve.disagg.transports import BlockReaders, BlockSenders
 from aserve.disagg.wire import NixlPlace, Offers, TransferError
 from aserve.errors import ConfigError
 
@@ -25,11 +25,11 @@ needs_nixl = pytest.mark.skipif(not has_nixl, reason="pip install 'aserve[nixl]'
 OWNER = """
 import sys
 from msgspec import json
-from aserve.disagg.carriers import Outlets
-outlets = Outlets("nixl")
-offset = outlets.arena.take()
-outlets.arena.memory[offset : offset + 5_000_000 // 2] = bytes(range(250)) * 10_000
-print(json.encode((outlets.offers.nixl, offset)).decode(), flush=True)
+from aserve.disagg.transports import BlockSenders
+block_senders = BlockSenders("nixl")
+offset = block_senders.arena.take()
+block_senders.arena.memory[offset : offset + 5_000_000 // 2] = bytes(range(250)) * 10_000
+print(json.encode((block_senders.offers.nixl, offset)).decode(), flush=True)
 sys.stdin.read()
 """
 
@@ -53,24 +53,24 @@ def test_a_block_is_read_from_another_process_until_that_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("aserve.disagg.nixl_agent.IDLE_S", 5.0)
-    inlets = Inlets("nixl")
-    assert inlets.agent is not None
+    block_readers = BlockReaders("nixl")
+    assert block_readers.agent is not None
     values = memoryview(bytearray(2_500_000))
     for _ in range(2):  # the second process is another peer
         with owner() as (process, place, offset):
-            inlet = inlets.choose(Offers(is_inline=False, nixl=place))
-            assert inlet.carrier == "nixl"
-            inlet.fill(offset, values)
+            block_reader = block_readers.choose(Offers(is_inline=False, nixl=place))
+            assert block_reader.transport == "nixl"
+            block_reader.fill(offset, values)
             assert values == bytes(range(250)) * 10_000
             values[:] = bytes(len(values))
             with pytest.raises(TransferError, match="the shared memory has"):
-                inlet.fill(place.num_bytes - 10, values)
+                block_reader.fill(place.num_bytes - 10, values)
             process.kill()
             process.wait()
             with pytest.raises((OSError, TransferError)):
-                inlet.fill(offset, values)
-            inlet.forget()
-    assert inlets.agent.num_peers == 0
+                block_reader.fill(offset, values)
+            block_reader.forget()
+    assert block_readers.agent.num_peers == 0
 
 
 class FakeAgent:
@@ -136,13 +136,13 @@ def test_the_slot_of_a_read_that_failed_is_not_used_again(
 
 @needs_nixl
 def test_only_nixl_is_offered_where_it_is_wanted() -> None:
-    offers = Outlets("nixl").offers
-    assert [offers.has(carrier) for carrier in ("tcp", "shm", "nixl")] == [False, False, True]
+    offers = BlockSenders("nixl").offers
+    assert [offers.has(transport) for transport in ("tcp", "shm", "nixl")] == [False, False, True]
 
 
 def test_nixl_that_is_not_installed_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
     monkeypatch.setitem(sys.modules, "nixl._api", None)
-    for side in (Inlets, Outlets):
+    for side in (BlockReaders, BlockSenders):
         with pytest.raises(ConfigError, match=r"backend nixl: .* pip install 'aserve\[nixl\]'"):
             side("nixl")

@@ -25,10 +25,10 @@ from aserve.channel import Channel
 from aserve.config import Facts, Raw, resolve
 from aserve.disagg import wire
 from aserve.disagg.arena import NUM_SLOTS
-from aserve.disagg.carriers import Inlets, Outlet, Outlets
 from aserve.disagg.connect import fingerprint, open_transfers
 from aserve.disagg.decode import Awaiting, KvReceiver
 from aserve.disagg.prefill import KvSender, Peers, WithoutTransfers, listen
+from aserve.disagg.transports import BlockReaders, BlockSender, BlockSenders
 from aserve.disagg.wire import Block, Connection, Failed, Fetch
 from aserve.errors import ConfigError, StepError
 from aserve.frames import framed
@@ -177,9 +177,9 @@ class Prefill(Side):
         sock = listen("127.0.0.1", 0)
         self.address: tuple[str, int] = sock.getsockname()[:2]
         peers = Peers("secret", "a model")
-        self.outlets = Outlets(backend)
+        self.block_senders = BlockSenders(backend)
         self.actor = KvSender(
-            self.access, self.events, peers, sock, self.report, outlets=self.outlets
+            self.access, self.events, peers, sock, self.report, block_senders=self.block_senders
         )
 
     async def admitted(self) -> AdmitRequest:
@@ -204,7 +204,7 @@ class Decode(Side):
             key="secret",
             model="a model",
             report=self.report,
-            inlets=Inlets(backend),
+            block_readers=BlockReaders(backend),
         )
 
     def ask(self, first: int = 0) -> None:
@@ -243,7 +243,7 @@ async def prefill(request: pytest.FixtureRequest) -> AsyncIterator[Prefill]:
     for thread in threading.enumerate():
         if thread.name == "kv-sender":
             thread.join(10)
-    assert side.outlets.arena is None or side.outlets.arena.num_free == NUM_SLOTS
+    assert side.block_senders.arena is None or side.block_senders.arena.num_free == NUM_SLOTS
 
 
 # Messages that msgspec cannot decode, for each of which it raises another exception.
@@ -265,7 +265,7 @@ def peer(script: Script) -> Iterator[tuple[str, int]]:
             accepted, _ = sock.accept()
             with contextlib.closing(Connection(accepted)) as connection:
                 connection.receive()
-                Outlets("tcp").open(connection)
+                BlockSenders("tcp").open(connection)
                 script(connection)
 
     with socket.create_server(("127.0.0.1", 0)) as sock:
@@ -277,7 +277,7 @@ def peer(script: Script) -> Iterator[tuple[str, int]]:
 
 def block(connection: Connection, first: int, stop: int) -> None:
     values = memoryview(pack_i32(PROMPT[first:stop]) * LAYERS)
-    Outlet(connection, None).send(range(first, stop), range(LAYERS), values)
+    BlockSender(connection, None).send(range(first, stop), range(LAYERS), values)
 
 
 def wrong_checksum(connection: Connection) -> None:
@@ -451,7 +451,7 @@ async def test_a_peer_that_failed_is_left_alone_for_a_while(
         ({"key": "another"}, "--disaggregation-key is another one here"),
         ({"model": "b"}, "differ in their model: a model here, b there"),
         ({"geometry": "g"}, "differ in their KV: toy here, g there"),
-        ({"version": 9}, "differ in their protocol: 4 here, 9 there"),
+        ({"version": 9}, f"differ in their protocol: {wire.VERSION} here, 9 there"),
         ({"first": 2}, "nothing to send from token 2 on of a prompt of 3"),
         ({"first": -1}, "nothing to send from token -1 on of a prompt of 3"),
         ({"token_ids": b"abcde"}, "5 bytes are no token ids"),
@@ -461,7 +461,7 @@ async def test_a_fetch_that_does_not_fit_is_refused(
     prefill: Prefill, change: dict[str, Any], reason: str
 ) -> None:
     fields: dict[str, Any] = {
-        "version": 4,
+        "version": wire.VERSION,
         "key": "secret",
         "model": "a model",
         "geometry": "toy",
@@ -606,8 +606,8 @@ async def test_a_bug_ends_one_transfer_and_no_engine(
 ) -> None:
     decode = Decode(prefill.address)
     broken, name = {
-        "prefill": (prefill.actor._outlets, "open"),
-        "decode": (decode.actor._inlets, "choose"),
+        "prefill": (prefill.actor._block_senders, "open"),
+        "decode": (decode.actor._block_readers, "choose"),
     }[side]
     async with running(decode):
         with monkeypatch.context() as patched:

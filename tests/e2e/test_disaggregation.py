@@ -115,9 +115,9 @@ async def test_two_servers_on_one_machine_share_memory(
     for server, direction in ((prefill, "sent"), (decode, "received")):
         async with session.get(f"{server.address}/metrics") as response:
             text = await response.text()
-        labels = rf'carrier="(\w+)",direction="{direction}"'
+        labels = rf'transport="(\w+)",direction="{direction}"'
         found = re.findall(rf"aserve_kv_transfer_bytes_total{{{labels}}} (\S+)", text)
-        assert [(carrier, float(size) > 0) for carrier, size in found] == [(expected, True)]
+        assert [(transport, float(size) > 0) for transport, size in found] == [(expected, True)]
 
 
 async def test_kv_of_many_prompts_comes_while_others_decode_or_leave(

@@ -1,5 +1,5 @@
-"""The ways by which the bytes of blocks travel: behind each Block, through memory that both sides
-map, or read by NIXL.
+"""The transports by which the bytes of blocks travel: behind each Block, through memory that both
+sides map, or read by NIXL.
 
 The prefill side lays out a block in its arena, and the decode side copies it into memory of its own
 before it looks at the checksum. So a slot that is used again too early, because one side has given
@@ -18,7 +18,6 @@ from aserve.disagg.arena import Arena, can_share, open_shared
 from aserve.disagg.nixl_agent import NixlAgent
 from aserve.disagg.wire import (
     Block,
-    Carrier,
     Choice,
     Connection,
     NixlPlace,
@@ -27,6 +26,7 @@ from aserve.disagg.wire import (
     Taken,
     TransferError,
     TransferRefused,
+    Transport,
 )
 
 MAX_BLOCK_BYTES = 256 << 20
@@ -37,14 +37,14 @@ MAX_UNTAKEN = 8  # slots that one transfer fills ahead of its peer
 # ------------------------------------------------------------ the prefill side
 
 
-class Outlet:
+class BlockSender:
     """Sends the blocks of one transfer. Used by the thread of its connection."""
 
     def __init__(
-        self, connection: Connection, arena: Arena | None, carrier: Carrier = "tcp"
+        self, connection: Connection, arena: Arena | None, transport: Transport = "tcp"
     ) -> None:
         """`arena` is None if the bytes follow their blocks."""
-        self.carrier = carrier
+        self.transport = transport
         self._connection = connection
         self._arena = arena
         self._untaken: list[int] = []
@@ -92,8 +92,8 @@ class Outlet:
         self._arena.give_back(self._untaken.pop(0))
 
 
-class Outlets:
-    """The carriers of a prefill engine, and the memory in which it lays out blocks."""
+class BlockSenders:
+    """The transports of a prefill engine, and the memory in which it lays out blocks."""
 
     def __init__(self, backend: str) -> None:
         """`backend` is --disaggregation-transfer-backend. Raises ConfigError if there is none."""
@@ -106,15 +106,19 @@ class Outlets:
             nixl=None if self._agent is None else self._agent.place,
         )
 
-    def open(self, connection: Connection) -> Outlet:
-        """Offers the carriers to the peer, which takes one."""
+    def open(self, connection: Connection) -> BlockSender:
+        """Offers the transports to the peer, which takes one."""
         connection.send(self.offers)
         choice = connection.receive()
         if not isinstance(choice, Choice):
-            raise TransferError(f"a carrier is chosen by a Choice, not by {choice}")
-        if not self.offers.has(choice.carrier):
-            raise TransferError(f"the peer takes the carrier {choice.carrier}: it is not offered")
-        return Outlet(connection, None if choice.carrier == "tcp" else self.arena, choice.carrier)
+            raise TransferError(f"a transport is chosen by a Choice, not by {choice}")
+        if not self.offers.has(choice.transport):
+            raise TransferError(
+                f"the peer takes the transport {choice.transport}: it is not offered"
+            )
+        return BlockSender(
+            connection, None if choice.transport == "tcp" else self.arena, choice.transport
+        )
 
     def close(self) -> None:
         if self.arena is not None:
@@ -124,10 +128,10 @@ class Outlets:
 # ------------------------------------------------------------ the decode side
 
 
-class Inlet(Protocol):
+class BlockReader(Protocol):
     """Brings the bytes of the blocks of one transfer. Used by the thread of its connection."""
 
-    carrier: Carrier
+    transport: Transport
 
     def fill(self, offset: int, values: memoryview) -> None:
         """Copies what lies at an offset of the peer's memory."""
@@ -136,8 +140,8 @@ class Inlet(Protocol):
         """Called if the transfer has broken off."""
 
 
-class InlineInlet:
-    carrier: Carrier = "tcp"
+class InlineReader:
+    transport: Transport = "tcp"
 
     def fill(self, offset: int, values: memoryview) -> None:
         raise TransferError("a block in shared memory, but its bytes should follow")
@@ -146,8 +150,8 @@ class InlineInlet:
         pass
 
 
-class SharedInlet:
-    carrier: Carrier = "shm"
+class SharedReader:
+    transport: Transport = "shm"
 
     def __init__(self, place: SharedPlace, opened: _Mapped) -> None:
         self._token = place.token
@@ -162,8 +166,8 @@ class SharedInlet:
         self._opened.forget(self._token)
 
 
-class NixlInlet:
-    carrier: Carrier = "nixl"
+class NixlReader:
+    transport: Transport = "nixl"
 
     def __init__(self, place: NixlPlace, agent: NixlAgent) -> None:
         self._place = place
@@ -197,7 +201,7 @@ class _Mapped:
             self._memory.pop(token, None)
 
 
-class Inlets:
+class BlockReaders:
     """Opens what prefill engines offer. Any thread may call it."""
 
     def __init__(self, backend: str) -> None:
@@ -211,13 +215,13 @@ class Inlets:
         if self.agent is not None:
             self.agent.close()
 
-    def choose(self, offers: Offers) -> Inlet:
+    def choose(self, offers: Offers) -> BlockReader:
         """Raises TransferRefused if nothing that is offered may be used, or can be."""
         if self.agent is not None and offers.nixl is not None:
-            return NixlInlet(offers.nixl, self.agent)
+            return NixlReader(offers.nixl, self.agent)
         if self._backend in ("auto", "shm") and offers.shared is not None:
             try:
-                return SharedInlet(offers.shared, self._mapped)
+                return SharedReader(offers.shared, self._mapped)
             except OSError as error:
                 if self._backend == "shm":
                     reason = f"its memory cannot be shared: {error}"
@@ -225,7 +229,7 @@ class Inlets:
                         f"--disaggregation-transfer-backend shm: {reason}"
                     ) from None
         if self._backend in ("auto", "tcp") and offers.is_inline:
-            return InlineInlet()
+            return InlineReader()
         raise TransferRefused(
             f"--disaggregation-transfer-backend {self._backend}: the prefill engine has another one"
         )
@@ -238,7 +242,7 @@ def _check(offset: int, num_bytes: int, size: int) -> None:
         )
 
 
-def receive_values(connection: Connection, inlet: Inlet, block: Block) -> memoryview:
+def receive_values(connection: Connection, block_reader: BlockReader, block: Block) -> memoryview:
     """Returns the bytes of a block. Raises TransferError if they are not those that were sent."""
     if block.num_bytes > MAX_BLOCK_BYTES:
         raise TransferError(f"a block of {block.num_bytes} bytes: at most {MAX_BLOCK_BYTES}")
@@ -246,7 +250,7 @@ def receive_values(connection: Connection, inlet: Inlet, block: Block) -> memory
     if block.offset is None:
         connection.fill(values)
     else:
-        inlet.fill(block.offset, values)
+        block_reader.fill(block.offset, values)
         connection.send(Taken())
     if (found := checksum(values)) != block.checksum:
         raise TransferError(f"the checksum of a block is {found:#x}, not {block.checksum:#x}")

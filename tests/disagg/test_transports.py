@@ -1,4 +1,4 @@
-"""Blocks in memory that two processes map, and the choice of a carrier."""
+"""Blocks in memory that two processes map, and the choice of a transport."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ import numpy as np
 import pytest
 
 from aserve.disagg.arena import HEAD_BYTES, Arena, open_shared
-from aserve.disagg.carriers import (
-    Inlet,
-    Inlets,
-    Outlet,
-    Outlets,
-    SharedInlet,
+from aserve.disagg.transports import (
+    BlockReader,
+    BlockReaders,
+    BlockSender,
+    BlockSenders,
+    SharedReader,
     checksum,
     receive_values,
 )
 from aserve.disagg.wire import (
     Block,
-    Carrier,
     Choice,
     Connection,
     Offers,
     SharedPlace,
     TransferError,
     TransferRefused,
+    Transport,
 )
 
 KV = secrets.token_bytes(1000)
@@ -60,10 +60,10 @@ def sending(*sizes: int, arena: Arena | None) -> Iterator[Connection]:
     """A prefill engine that sends blocks of these sizes, as seen by its peer."""
 
     def send() -> None:
-        with contextlib.closing(Outlet(here, arena)) as outlet:
+        with contextlib.closing(BlockSender(here, arena)) as block_sender:
             for size in sizes:
-                outlet.send(range(1), range(1), memoryview(KV[:size]))
-            outlet.end()
+                block_sender.send(range(1), range(1), memoryview(KV[:size]))
+            block_sender.end()
 
     left, right = socket.socketpair()
     here, there = Connection(left), Connection(right)
@@ -83,22 +83,22 @@ def next_block(connection: Connection) -> Block:
 def test_blocks_lie_in_shared_memory_as_far_as_slots_are_free(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aserve.disagg.carriers.MAX_UNTAKEN", 1)
+    monkeypatch.setattr("aserve.disagg.transports.MAX_UNTAKEN", 1)
     held = arena.take()
     assert held is not None
-    inlet = Inlets("shm").choose(Offers(shared=arena.place))
-    assert inlet.carrier == "shm"
+    block_reader = BlockReaders("shm").choose(Offers(shared=arena.place))
+    assert block_reader.transport == "shm"
     with sending(1000, 700, arena=arena) as connection:
         for size in (1000, 700):  # the second one waits for the slot of the first one
             block = next_block(connection)
             assert block.offset == HEAD_BYTES + 4096
-            assert receive_values(connection, inlet, block) == KV[:size]
+            assert receive_values(connection, block_reader, block) == KV[:size]
     second = arena.take()
     assert second is not None
     with sending(1000, arena=arena) as connection:
         block = next_block(connection)
         assert block.offset is None
-        assert receive_values(connection, inlet, block) == KV
+        assert receive_values(connection, block_reader, block) == KV
     for offset in (held, second):
         arena.give_back(offset)
 
@@ -113,16 +113,16 @@ def test_a_block_that_is_larger_than_a_slot_follows(arena: Arena) -> None:
 
 
 def test_bytes_that_changed_in_shared_memory_are_found(arena: Arena) -> None:
-    inlet = Inlets("auto").choose(Offers(shared=arena.place))
+    block_reader = BlockReaders("auto").choose(Offers(shared=arena.place))
     with sending(1000, arena=arena) as connection:
         block = next_block(connection)
         assert block.offset is not None
         arena.memory[block.offset + 999] ^= 1
         with pytest.raises(TransferError, match="checksum of a block is"):
-            receive_values(connection, inlet, block)
+            receive_values(connection, block_reader, block)
         for offset in (-1, len(arena.memory) - 999):
             with pytest.raises(TransferError, match="the shared memory has"):
-                inlet.fill(offset, memoryview(bytearray(1000)))
+                block_reader.fill(offset, memoryview(bytearray(1000)))
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
@@ -130,9 +130,9 @@ def test_memory_that_is_not_the_peers_is_not_read(name: str, arena: Arena) -> No
     place = ELSEWHERE[name](arena.place)
     with pytest.raises(OSError, match=rf"/proc/{place.process}/fd/{place.file}|Invalid argument"):
         open_shared(place)
-    assert Inlets("auto").choose(Offers(shared=place)).carrier == "tcp"
+    assert BlockReaders("auto").choose(Offers(shared=place)).transport == "tcp"
     with pytest.raises(TransferRefused, match="memory cannot be shared"):
-        Inlets("shm").choose(Offers(shared=place))
+        BlockReaders("shm").choose(Offers(shared=place))
     if name == "a file of this process":
         os.close(place.file)
 
@@ -141,19 +141,23 @@ def test_memory_that_is_not_the_peers_is_not_read(name: str, arena: Arena) -> No
     ("backend", "offers"),
     [("shm", Offers()), ("tcp", Offers(is_inline=False)), ("auto", Offers(is_inline=False))],
 )
-def test_a_carrier_that_is_not_offered_is_not_used(backend: str, offers: Offers) -> None:
+def test_a_transport_that_is_not_offered_is_not_used(backend: str, offers: Offers) -> None:
     with pytest.raises(TransferRefused, match=f"backend {backend}: the prefill engine has another"):
-        Inlets(backend).choose(offers)
+        BlockReaders(backend).choose(offers)
 
 
-@pytest.mark.parametrize(("backend", "carrier"), [("shm", "tcp"), ("tcp", "shm"), ("tcp", "nixl")])
-def test_a_carrier_that_was_not_offered_cannot_be_chosen(backend: str, carrier: Carrier) -> None:
+@pytest.mark.parametrize(
+    ("backend", "transport"), [("shm", "tcp"), ("tcp", "shm"), ("tcp", "nixl")]
+)
+def test_a_transport_that_was_not_offered_cannot_be_chosen(
+    backend: str, transport: Transport
+) -> None:
     left, right = socket.socketpair()
     here, there = Connection(left), Connection(right)
     with contextlib.closing(here), contextlib.closing(there):
-        there.send(Choice(carrier))
+        there.send(Choice(transport))
         with pytest.raises(TransferError, match="it is not offered"):
-            Outlets(backend).open(here)
+            BlockSenders(backend).open(here)
 
 
 @pytest.mark.parametrize("size", [0, 7, 4096, 12_299])
@@ -198,13 +202,13 @@ def test_memory_ends_with_its_owner_but_for_those_who_have_mapped_it() -> None:
 
 
 def test_the_memory_of_a_peer_is_mapped_once_until_a_transfer_fails(arena: Arena) -> None:
-    inlets, offers = Inlets("auto"), Offers(shared=arena.place)
+    block_readers, offers = BlockReaders("auto"), Offers(shared=arena.place)
 
-    def memory(inlet: Inlet) -> object:
-        assert isinstance(inlet, SharedInlet)
-        return inlet._memory
+    def memory(block_reader: BlockReader) -> object:
+        assert isinstance(block_reader, SharedReader)
+        return block_reader._memory
 
-    first = inlets.choose(offers)
-    assert memory(inlets.choose(offers)) is memory(first)
+    first = block_readers.choose(offers)
+    assert memory(block_readers.choose(offers)) is memory(first)
     first.forget()
-    assert memory(inlets.choose(offers)) is not memory(first)
+    assert memory(block_readers.choose(offers)) is not memory(first)
