@@ -34,7 +34,7 @@ class Stumbling:
     ) -> None:
         self.max_drafts = max_drafts
         self.tree: DraftTree | None = None
-        self.wants = AFTER_NORM
+        self.inputs = AFTER_NORM
         self.fields: tuple[RelayField, ...] = ()
         self.key_lookahead = 0
         self.num_forwards = 1

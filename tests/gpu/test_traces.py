@@ -51,11 +51,11 @@ MODES: dict[str, Callable[[], DecodeMode]] = {
     "two tokens": lambda: speculative(Stumbling(1, every=2)),
     "chain": lambda: speculative(Stumbling(4)),
     "tree": lambda: speculative(StumblingTree()),
-    "modules": lambda: Speculative(MultiLayer(MODULES.modules, hidden_size=32, wants=AFTER_NORM)),
+    "modules": lambda: Speculative(MultiLayer(MODULES.modules, hidden_size=32, inputs=AFTER_NORM)),
     "rejection": lambda: speculative(Stumbling(4, flatness=0.5), REJECTION),
     "block": lambda: speculative(Stumbling(4, flatness=0.5), BLOCK),
     "modules, block": lambda: Speculative(
-        MultiLayer(MODULES.modules, hidden_size=32, wants=AFTER_NORM),
+        MultiLayer(MODULES.modules, hidden_size=32, inputs=AFTER_NORM),
         verification=Verification(VOCAB, 3, is_block=True),
     ),
 }

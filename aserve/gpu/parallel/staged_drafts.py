@@ -39,7 +39,7 @@ from torch.nn import functional
 from aserve.gpu.decode.base import StepRunner
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.parallel.pipe import Pipe
-from aserve.gpu.spec.base import AFTER_NORM, Drafter, DraftRows, Drafts, HiddenWants, Verified
+from aserve.gpu.spec.base import NO_HIDDEN, Drafter, DraftRows, Drafts, HiddenInputs, Verified
 from aserve.gpu.spec.verify import path_moves
 from aserve.gpu.step.future_map import RelayField
 from aserve.gpu.step.resolve import DeviceStep
@@ -84,7 +84,7 @@ class DraftSender:
     def __init__(self, drafter: Drafter, pipe: Pipe) -> None:
         self.max_drafts = drafter.max_drafts
         self.tree = drafter.tree
-        self.wants: HiddenWants = drafter.wants
+        self.inputs: HiddenInputs = drafter.inputs
         self.fields: tuple[RelayField, ...] = drafter.fields
         self.key_lookahead = drafter.key_lookahead
         self.num_forwards = drafter.num_forwards
@@ -134,7 +134,7 @@ class ReceivedDrafts:
         """pipe: from which drafts come; next_pipe: to a stage that reads them, too."""
         self.max_drafts = max_drafts
         self.tree = tree
-        self.wants = AFTER_NORM
+        self.inputs = NO_HIDDEN
         self.fields: tuple[RelayField, ...] = ()
         self.key_lookahead = 0
         self.num_forwards = 0

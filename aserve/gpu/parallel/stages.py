@@ -279,7 +279,7 @@ class Pipeline:
         tree = loaded.drafter.tree
         self.world.least(loaded.drafter.max_drafts)
         self.world.least(0 if tree is None else tree.max_depth)
-        model.captured = self._agreed_layers(model, loaded.drafter.wants.layer_ids)
+        model.captured = self._agreed_layers(model, loaded.drafter.inputs.layer_ids)
         model.drafts = DraftSender(loaded.drafter, model.pipe)
         return replace(loaded, drafter=model.drafts)
 

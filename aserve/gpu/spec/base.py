@@ -118,13 +118,13 @@ class Verified:
 
 
 @dataclass(frozen=True, slots=True)
-class HiddenWants:
+class HiddenInputs:
     """The hidden states of the target that a drafter reads: the residual stream after some layers,
     or what enters the final norm; without either, what leaves the final norm, or nothing."""
 
     layer_ids: tuple[int, ...] = ()
     before_norm: bool = False
-    nothing: bool = False
+    is_empty: bool = False
 
     def capture(self) -> HiddenCapture | None:
         """Returns a new capture for one forward, or None if it needs none."""
@@ -134,7 +134,7 @@ class HiddenWants:
 
     def features(self, capture: HiddenCapture | None, hidden: Tensor) -> tuple[Tensor, ...]:
         """Returns the hidden states of a forward, [tokens, hidden] each."""
-        if self.nothing:
+        if self.is_empty:
             return ()
         if capture is None:
             return (hidden,)
@@ -143,8 +143,8 @@ class HiddenWants:
         return tuple(capture.layers)
 
 
-AFTER_NORM = HiddenWants()
-NO_HIDDEN = HiddenWants(nothing=True)
+AFTER_NORM = HiddenInputs()
+NO_HIDDEN = HiddenInputs(is_empty=True)
 
 
 class Drafter(Protocol):
@@ -155,7 +155,7 @@ class Drafter(Protocol):
 
     max_drafts: int  # of a row in one step
     tree: DraftTree | None  # None: drafts are a chain
-    wants: HiddenWants
+    inputs: HiddenInputs
     fields: tuple[RelayField, ...]
     key_lookahead: int  # as in DecodeCaps
     num_forwards: int  # of its model in a step, at most

@@ -36,7 +36,7 @@ from aserve.gpu.models.config.model import ModelConfig
 from aserve.gpu.models.decoder import Attention, Block
 from aserve.gpu.models.decoder_spec import Biases, DecoderSpec, QkNorm
 from aserve.gpu.models.draft_decoder import DraftDecoder
-from aserve.gpu.spec.base import DraftRows, Drafts, HiddenWants, Verified
+from aserve.gpu.spec.base import DraftRows, Drafts, HiddenInputs, Verified
 from aserve.gpu.spec.checkpoint import (
     DraftWeights,
     check_layer_ids,
@@ -145,7 +145,7 @@ class BlockDrafter:
 
     __slots__ = (
         *("_mask_id", "_model", "fields", "key_lookahead", "max_drafts", "num_forwards", "tree"),
-        "wants",
+        "inputs",
     )
 
     def __init__(self, model: BlockModel, shape: BlockShape, max_drafts: int) -> None:
@@ -153,7 +153,7 @@ class BlockDrafter:
         self._mask_id = shape.mask_id
         self.max_drafts = max_drafts
         self.tree: DraftTree | None = None
-        self.wants = HiddenWants(shape.layer_ids)
+        self.inputs = HiddenInputs(shape.layer_ids)
         self.fields: tuple[RelayField, ...] = ()
         self.key_lookahead = 0
         self.num_forwards = 1

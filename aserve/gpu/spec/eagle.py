@@ -17,7 +17,7 @@ from torch import Tensor
 from aserve.gpu.layers.linear import LinearOp
 from aserve.gpu.models.config.model import ModelConfig, read_fields
 from aserve.gpu.models.draft_decoder import DraftDecoder, JoinedInputs
-from aserve.gpu.spec.base import AFTER_NORM, HiddenWants
+from aserve.gpu.spec.base import AFTER_NORM, HiddenInputs
 from aserve.gpu.spec.checkpoint import (
     HEAD,
     DraftWeights,
@@ -38,7 +38,7 @@ class Eagle1Model:
     """A `RecurrentModel`."""
 
     __slots__ = (
-        *("decoder", "dtype", "forward", "hidden_size", "layers", "logits", "token_ids", "wants"),
+        *("decoder", "dtype", "forward", "hidden_size", "layers", "logits", "token_ids", "inputs"),
     )
 
     def __init__(
@@ -47,7 +47,7 @@ class Eagle1Model:
         source, size = weights.source, config.hidden_size
         self.dtype = source.dtype
         self.hidden_size = size
-        self.wants: HiddenWants = AFTER_NORM
+        self.inputs: HiddenInputs = AFTER_NORM
         embeddings = weights.embeddings(config, request.target)
         fc = source.linear({"fc": size}, in_features=2 * size, bias=weights.has_bias("fc"))
         blocks = recurrent_blocks(config, weights)

@@ -33,7 +33,7 @@ from aserve.gpu.models.config.fields import Fields
 from aserve.gpu.models.config.model import ModelConfig
 from aserve.gpu.models.decoder import Attention
 from aserve.gpu.models.draft_decoder import DraftDecoder, JoinedInputs, unchanged
-from aserve.gpu.spec.base import HiddenWants
+from aserve.gpu.spec.base import HiddenInputs
 from aserve.gpu.spec.checkpoint import (
     DRAFT_PATH,
     HEAD,
@@ -71,7 +71,7 @@ class Eagle3Model:
 
     __slots__ = (
         *("_fc", "_joined_norm", "_order", "_stream_norms"),
-        *("decoder", "dtype", "forward", "hidden_size", "layers", "logits", "token_ids", "wants"),
+        *("decoder", "dtype", "forward", "hidden_size", "layers", "logits", "token_ids", "inputs"),
     )
 
     def __init__(
@@ -86,7 +86,7 @@ class Eagle3Model:
         num_streams = len(config.layer_ids)
         ordered = tuple(sorted({*config.layer_ids}))
         self._order = tuple(map(ordered.index, config.layer_ids))
-        self.wants = HiddenWants(layer_ids=ordered)
+        self.inputs = HiddenInputs(layer_ids=ordered)
         self.dtype = source.dtype
         self.hidden_size = size
         self.token_ids = token_ids

@@ -66,13 +66,13 @@ DEFAULT_STEPS = 4
 class FrozenKv:
     """A `Drafter` of chains."""
 
-    __slots__ = ("fields", "key_lookahead", "max_drafts", "model", "num_forwards", "tree", "wants")
+    __slots__ = ("fields", "inputs", "key_lookahead", "max_drafts", "model", "num_forwards", "tree")
 
     def __init__(self, model: AssistantModel, max_drafts: int) -> None:
         self.model = model
         self.max_drafts = max_drafts
         self.tree: DraftTree | None = None
-        self.wants = AFTER_NORM
+        self.inputs = AFTER_NORM
         self.fields: tuple[RelayField, ...] = (
             RelayField(LAST_HIDDEN, (model.backbone_size,), model.dtype),
         )

@@ -19,7 +19,7 @@ from torch import Tensor
 from aserve.gpu.decode.base import OnPublish
 from aserve.gpu.device.fused_step import FusedDecoder, FusedRows, FusedWindows, Int64s
 from aserve.gpu.device.ops import MakeFusedDraft
-from aserve.gpu.spec.base import DraftRows, HiddenWants
+from aserve.gpu.spec.base import DraftRows, HiddenInputs
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.gpu.step.future_map import LAST_TOKEN, SEQ_LEN, FutureMap
 from aserve.gpu.step.plan import StepPlan
@@ -49,19 +49,19 @@ class FusedSpeculation:
     verification is coupled, or where the relay keeps the distributions of drafts, rejection
     sampling or block verification (`is_block`)."""
 
-    __slots__ = ("_drafter", "_is_block", "_target", "_wants")
+    __slots__ = ("_drafter", "_inputs", "_is_block", "_target")
 
     def __init__(
         self,
         target: FusedDecoder,
         drafter: FusedDrafter | None,
-        wants: HiddenWants,
+        inputs: HiddenInputs,
         *,
         is_block: bool = False,
     ) -> None:
         self._target = target
         self._drafter = drafter
-        self._wants = wants
+        self._inputs = inputs
         self._is_block = is_block
 
     def can_run(self, batch: ForwardBatch) -> bool:
@@ -78,15 +78,15 @@ class FusedSpeculation:
         drafter = None if plan.batch.skips_drafter else self._drafter
         if drafter is not None and plan.num_drafts.any():
             drafter.draft(plan)
-        capture = None if drafter is None else self._wants.capture()
-        keeps_hidden = drafter is not None and not self._wants.nothing
+        capture = None if drafter is None else self._inputs.capture()
+        keeps_hidden = drafter is not None and not self._inputs.is_empty
         windows = self._target.verify(
             plan, capture, is_block=self._is_block, keeps_hidden=keeps_hidden
         )
         if plan.batch.verify or not plan.is_exact:  # otherwise the host knows the lengths
             publish(torch.from_numpy(windows.lens).to(torch.int32))
         if drafter is not None:
-            drafter.extend(plan, windows, self._wants.features(capture, windows.hidden))
+            drafter.extend(plan, windows, self._inputs.features(capture, windows.hidden))
         return windows.packed
 
 

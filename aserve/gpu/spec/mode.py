@@ -129,7 +129,7 @@ class Speculative:
         """Returns the fused step of this mode, made from that of the target model."""
         drafter = None if self._fuse is None else self._fuse(make, state)
         is_block = self._verification is not None and self._verification.is_block
-        return FusedSpeculation(target, drafter, self._drafter.wants, is_block=is_block)
+        return FusedSpeculation(target, drafter, self._drafter.inputs, is_block=is_block)
 
     def sample_ops(self, ops: SampleOps, state: DeviceState) -> SampleOps:
         """Returns the sampling operators of this mode, made from those of the device."""
@@ -165,10 +165,10 @@ class Speculative:
             self._trees.write(relay, rows, _widened(drafts.parents, self._drafter.max_drafts))
 
     def step(self, runner: StepRunner, step: DeviceStep, publish: OnPublish) -> Packed:
-        capture = None if step.plan.batch.skips_drafter else self._drafter.wants.capture()
+        capture = None if step.plan.batch.skips_drafter else self._drafter.inputs.capture()
         step, tree = self._with_tree(runner, step, capture)
         hidden = runner.forward(step.batch)
-        features = self._drafter.wants.features(capture, hidden)
+        features = self._drafter.inputs.features(capture, hidden)
         runner.hold(step, hidden, features)
         paths = None if tree is None else tree.paths_of(step)
         if self._verification is not None:

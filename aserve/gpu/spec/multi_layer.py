@@ -19,7 +19,7 @@ from torch import Tensor
 
 from aserve.gpu.decode.base import StepRunner
 from aserve.gpu.models.base import DraftModel
-from aserve.gpu.spec.base import DraftRows, Drafts, HiddenWants, Verified
+from aserve.gpu.spec.base import DraftRows, Drafts, HiddenInputs, Verified
 from aserve.gpu.spec.drafting import draw_drafts
 from aserve.gpu.spec.front_rows import FrontRows
 from aserve.gpu.step.future_map import RelayField
@@ -36,21 +36,21 @@ class MultiLayer:
         "_front_rows",
         "_modules",
         "fields",
+        "inputs",
         "key_lookahead",
         "max_drafts",
         "num_forwards",
         "tree",
-        "wants",
     )
 
     def __init__(
-        self, modules: Sequence[DraftModel], *, hidden_size: int, wants: HiddenWants
+        self, modules: Sequence[DraftModel], *, hidden_size: int, inputs: HiddenInputs
     ) -> None:
         """hidden_size: of all hidden states of the target that it wants together."""
         self._modules = tuple(modules)
         self.max_drafts = len(modules)
         self.tree: DraftTree | None = None
-        self.wants = wants
+        self.inputs = inputs
         self.key_lookahead = len(modules)
         self.num_forwards = len(modules)
         self._front_rows = FrontRows(

@@ -16,7 +16,7 @@ from aserve.gpu.models.base import CausalModel
 from aserve.gpu.models.config.model import architecture_of, parse_config, read_fields
 from aserve.gpu.models.decoder_spec import DecoderSpec
 from aserve.gpu.models.registry import FAMILIES, DecoderFamily
-from aserve.gpu.spec.base import AFTER_NORM, HiddenWants
+from aserve.gpu.spec.base import AFTER_NORM, HiddenInputs
 from aserve.gpu.spec.checkpoint import (
     DraftWeights,
     check_target_hidden,
@@ -66,14 +66,14 @@ def load(request: DraftRequest) -> LoadedDrafter:
             "mtp_hidden_states_first", default=stored.names.hidden_first
         ),
         returns_normed=is_single,
-        wants=AFTER_NORM if is_single else HiddenWants(before_norm=True),
+        inputs=AFTER_NORM if is_single else HiddenInputs(before_norm=True),
         layer=layer,
     )
     build = partial(_build, config=config, target=target)
     model = load_draft_model(model_dir, request.plan, build, rename=stored.rename)
     if len(model.modules) == 1:
         return recurrent_drafter(model, model_dir, request)
-    drafter = MultiLayer(model.modules, hidden_size=decoder.hidden_size, wants=config.wants)
+    drafter = MultiLayer(model.modules, hidden_size=decoder.hidden_size, inputs=config.inputs)
     about = f"{num_drafts} tokens of {model_dir.name}, one of each module"
     return LoadedDrafter(drafter, model, about, fuse=partial(_fuse, model))
 

@@ -30,7 +30,7 @@ from aserve.gpu.models.config.model import ModelConfig
 from aserve.gpu.models.decoder import Block
 from aserve.gpu.models.decoder_spec import NORMS_BEFORE, Biases, DecoderSpec, LayerNorms, QkNorm
 from aserve.gpu.models.draft_decoder import DraftDecoder, JoinedInputs, unchanged
-from aserve.gpu.spec.base import HiddenWants
+from aserve.gpu.spec.base import HiddenInputs
 from aserve.gpu.spec.checkpoint import (
     DRAFT_PATH,
     DraftWeights,
@@ -137,7 +137,7 @@ class ModuleConfig:
     num_modules: int
     hidden_first: bool
     returns_normed: bool  # what a module returns has passed its norm
-    wants: HiddenWants
+    inputs: HiddenInputs
     layer: DecoderSpec | None = None
 
 
@@ -196,13 +196,13 @@ class Modules:
 
     __slots__ = (
         *("decoder", "dtype", "forward", "hidden_size", "layers", "logits", "modules"),
-        *("token_ids", "wants"),
+        *("token_ids", "inputs"),
     )
 
     def __init__(self, modules: Sequence[Module], config: ModuleConfig) -> None:
         self.modules = tuple(modules)
         self.hidden_size = config.decoder.hidden_size
-        self.wants = config.wants
+        self.inputs = config.inputs
         self.token_ids: Tensor | None = None
         self.layers = tuple(layer for module in modules for layer in module.layers)
         self.dtype = modules[0].dtype

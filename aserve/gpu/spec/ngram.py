@@ -51,7 +51,7 @@ class NgramDrafter:
 
     __slots__ = (
         *("_match", "_window", "fields", "key_lookahead", "max_drafts", "num_forwards", "shared"),
-        *("tree", "wants"),
+        *("tree", "inputs"),
     )
 
     def __init__(
@@ -66,7 +66,7 @@ class NgramDrafter:
         self.shared = shared
         self.max_drafts = max_drafts
         self.tree: DraftTree | None = None
-        self.wants = NO_HIDDEN
+        self.inputs = NO_HIDDEN
         self.fields: tuple[RelayField, ...] = ()
         self.key_lookahead = 0
         self.num_forwards = 0

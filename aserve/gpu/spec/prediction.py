@@ -68,7 +68,7 @@ class Predicting:
 
     __slots__ = (
         *("_drafter", "_match", "fields", "key_lookahead", "max_drafts", "num_forwards", "tree"),
-        "wants",
+        "inputs",
     )
 
     def __init__(self, drafter: Drafter | None, match: SuffixMatch) -> None:
@@ -76,11 +76,11 @@ class Predicting:
         self._match = match
         self.tree: DraftTree | None = None
         self.max_drafts = NUM_PREDICTED
-        self.wants, self.key_lookahead, self.num_forwards = NO_HIDDEN, 0, 0
+        self.inputs, self.key_lookahead, self.num_forwards = NO_HIDDEN, 0, 0
         self.fields: tuple[RelayField, ...] = ()
         if drafter is not None:
             self.max_drafts = max(NUM_PREDICTED, drafter.max_drafts + 1)
-            self.wants, self.fields = drafter.wants, drafter.fields
+            self.inputs, self.fields = drafter.inputs, drafter.fields
             self.key_lookahead, self.num_forwards = drafter.key_lookahead, drafter.num_forwards
             if drafter.tree is not None:
                 self.tree = msgspec.structs.replace(drafter.tree, max_nodes=drafter.max_drafts)

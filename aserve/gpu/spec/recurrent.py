@@ -23,7 +23,7 @@ from torch import Tensor
 
 from aserve.gpu.decode.base import StepRunner
 from aserve.gpu.models.base import DraftModel
-from aserve.gpu.spec.base import DraftRows, Drafts, HiddenWants, Verified
+from aserve.gpu.spec.base import DraftRows, Drafts, HiddenInputs, Verified
 from aserve.gpu.spec.drafting import draw_drafts, extend_inputs
 from aserve.gpu.step.future_map import RelayField
 from aserve.gpu.step.resolve import DeviceStep
@@ -37,7 +37,7 @@ def joined(features: tuple[Tensor, ...]) -> Tensor:
 
 
 class RecurrentChain:
-    """A `Drafter`. The model is given the target's hidden states that `wants` names, which `fuse`
+    """A `Drafter`. The model is given the target's hidden states that `inputs` names, which `fuse`
     makes into one tensor, or else what it returned for the token before, [n, hidden_size].
 
     `token_ids` int64 [draft vocab] are the target's ids of a reduced vocabulary.
@@ -46,13 +46,13 @@ class RecurrentChain:
     __slots__ = (
         "_fuse",
         "fields",
+        "inputs",
         "key_lookahead",
         "max_drafts",
         "model",
         "num_forwards",
         "token_ids",
         "tree",
-        "wants",
     )
 
     def __init__(
@@ -61,13 +61,13 @@ class RecurrentChain:
         max_drafts: int,
         *,
         hidden_size: int,
-        wants: HiddenWants,
+        inputs: HiddenInputs,
         token_ids: Tensor | None = None,
         fuse: Callable[[tuple[Tensor, ...]], Tensor] = joined,
     ) -> None:
         self.model = model
         self.max_drafts = max_drafts
-        self.wants = wants
+        self.inputs = inputs
         self.tree: DraftTree | None = None
         self.fields: tuple[RelayField, ...] = (RelayField(HIDDEN, (hidden_size,), model.dtype),)
         self.key_lookahead = 1

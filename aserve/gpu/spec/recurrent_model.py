@@ -24,7 +24,7 @@ from aserve.gpu.models.decoder_spec import (
     QkNorm,
 )
 from aserve.gpu.models.draft_decoder import DraftDecoder
-from aserve.gpu.spec.base import HiddenWants
+from aserve.gpu.spec.base import HiddenInputs
 from aserve.gpu.spec.checkpoint import DraftWeights, check_windows, draft_windows
 from aserve.gpu.spec.fixed_tree import fixed_tree
 from aserve.gpu.spec.fused_chain import fuse_recurrent
@@ -41,7 +41,7 @@ WITHOUT_INPUT_NORM = LayerNorms(before_mlp=NORMS_BEFORE.before_mlp)
 class RecurrentModel(DraftModel, Protocol):
     decoder: DraftDecoder
     hidden_size: int
-    wants: HiddenWants
+    inputs: HiddenInputs
     token_ids: Tensor | None  # int64 [draft vocab], the target's ids; None: the same vocabulary
 
     def fuse(self, features: tuple[Tensor, ...]) -> Tensor:
@@ -59,7 +59,7 @@ def recurrent_drafter(
         model,
         max_drafts,
         hidden_size=model.hidden_size,
-        wants=model.wants,
+        inputs=model.inputs,
         token_ids=model.token_ids,
         fuse=model.fuse,
     )

@@ -71,7 +71,7 @@ class RecurrentTree:
 
     __slots__ = (
         *("_chain", "_shape"),
-        *("extend", "fields", "key_lookahead", "max_drafts", "num_forwards", "tree", "wants"),
+        *("extend", "fields", "key_lookahead", "max_drafts", "num_forwards", "tree", "inputs"),
     )
 
     def __init__(self, chain: RecurrentChain, shape: TreeShape) -> None:
@@ -80,7 +80,7 @@ class RecurrentTree:
         self.max_drafts = shape.num_drafts
         self.tree: DraftTree | None = DraftTree(max_depth=shape.depth)
         self.num_forwards = shape.depth  # the extend included
-        self.wants = chain.wants
+        self.inputs = chain.inputs
         self.fields = chain.fields
         self.key_lookahead = chain.key_lookahead
         self.extend = chain.extend

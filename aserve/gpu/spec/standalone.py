@@ -30,13 +30,13 @@ from aserve.messages.step import DraftTree
 class Standalone:
     """A chain of `max_drafts` tokens. It has nothing to relay."""
 
-    __slots__ = ("fields", "key_lookahead", "max_drafts", "model", "num_forwards", "tree", "wants")
+    __slots__ = ("fields", "inputs", "key_lookahead", "max_drafts", "model", "num_forwards", "tree")
 
     def __init__(self, model: DraftModel, max_drafts: int) -> None:
         self.model = model
         self.max_drafts = max_drafts
         self.tree: DraftTree | None = None
-        self.wants = NO_HIDDEN
+        self.inputs = NO_HIDDEN
         self.fields: tuple[RelayField, ...] = ()
         self.key_lookahead = 0
         self.num_forwards = max_drafts + 1

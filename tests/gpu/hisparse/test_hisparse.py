@@ -238,7 +238,7 @@ def test_a_drafter_has_its_kv_on_the_device_whatever_is_in_the_hosts_memory(
     found: list[Any] = []
     for config in (None, HiSparseConfig(device_buffer_size=TOP_K)):
         modules = HiddenModules(3)
-        mode = Speculative(MultiLayer(modules.modules, hidden_size=32, wants=AFTER_NORM))
+        mode = Speculative(MultiLayer(modules.modules, hidden_size=32, inputs=AFTER_NORM))
         executor = make_executor(
             MODEL, mode=mode, drafter=modules, attention="torch-ref", hisparse=config
         )

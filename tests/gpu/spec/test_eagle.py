@@ -22,7 +22,7 @@ from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.models.base import CausalModel, LoadPlan
 from aserve.gpu.models.load import make_loader
 from aserve.gpu.spec import eagle, eagle3
-from aserve.gpu.spec.base import HiddenWants
+from aserve.gpu.spec.base import HiddenInputs
 from aserve.gpu.spec.eagle3 import Eagle3Model
 from aserve.gpu.spec.fixed_tree import tree_of
 from aserve.gpu.spec.mode import Speculative
@@ -146,7 +146,7 @@ def load(directory: Path, *, algorithm: Any = eagle3) -> RecurrentModel:
 def outputs(model: RecurrentModel) -> Tensor:
     """The logits of a short text, from random streams."""
     generator = torch.Generator().manual_seed(1)
-    streams = torch.randn(len(model.wants.layer_ids), 5, 128, generator=generator).double()
+    streams = torch.randn(len(model.inputs.layer_ids), 5, 128, generator=generator).double()
     ids = torch.tensor([5, 900, 17, 17, 2047])
     hidden = model.fuse(tuple(streams))
     for _ in range(2):  # the second run reads what the first one returned
@@ -183,7 +183,7 @@ def test_published_dialects_load_as_the_same_model(tmp_path: Path, dialect: str)
     plain_dir = write_draft(tmp_path / "plain", head_shapes(), HEAD_CONFIG)
     other = {"config": HEAD_CONFIG, **DIALECTS[dialect]}
     same, model = load(plain_dir), load(write_draft(tmp_path / "other", head_shapes(), **other))
-    assert model.wants == same.wants == HiddenWants(layer_ids=(0, 2, 4))
+    assert model.inputs == same.inputs == HiddenInputs(layer_ids=(0, 2, 4))
     assert torch.equal(outputs(model), outputs(same))
 
 

@@ -46,7 +46,7 @@ PAGE = 4
 
 
 def chain(model: HiddenDraft) -> Speculative:
-    return Speculative(RecurrentChain(model, 3, hidden_size=32, wants=AFTER_NORM))
+    return Speculative(RecurrentChain(model, 3, hidden_size=32, inputs=AFTER_NORM))
 
 
 def run(drafter: Stumbling, asked: list[AdmitRequest], **options: Any) -> Served:
@@ -160,7 +160,7 @@ def test_the_order_of_siblings_changes_nothing() -> None:
 def test_b35_wide_trees_of_several_rows_have_room(page_size: int) -> None:
     """Each row writes the nodes of three levels with eight branches each, and verifies 31."""
     model = HiddenDraft()
-    link = RecurrentChain(model, 32, hidden_size=32, wants=AFTER_NORM)
+    link = RecurrentChain(model, 32, hidden_size=32, inputs=AFTER_NORM)
     mode = Speculative(RecurrentTree(link, TreeSize(4, 8, 31)))
     num_pages = 1 + 5 * -(-70 // page_size)
     settings: dict[str, Any] = {"page_size": page_size, "num_pages": num_pages, "depth": 2}
@@ -240,7 +240,7 @@ def test_b18_no_step_reads_a_relay_field_that_its_row_has_not_written(
         mode = chain(model)
     elif kind == "modules":
         model = HiddenModules(3)  # which compute rows that nobody keeps from anything
-        mode = Speculative(MultiLayer(model.modules, hidden_size=32, wants=AFTER_NORM))
+        mode = Speculative(MultiLayer(model.modules, hidden_size=32, inputs=AFTER_NORM))
     else:
         mode = speculative(StumblingTree())
     options: dict[str, Any] = {"depth": 2, "lead": 2, "max_rows": 3, "num_pages": 17}

@@ -56,7 +56,7 @@ def checked_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("options", OPTIONS)
 def test_b25_the_kv_of_every_module_equals_a_prefill_from_scratch(options: dict[str, Any]) -> None:
     model, target = HiddenModules(3), HashModel()
-    mode = Speculative(MultiLayer(model.modules, hidden_size=target.hidden_size, wants=AFTER_NORM))
+    mode = Speculative(MultiLayer(model.modules, hidden_size=target.hidden_size, inputs=AFTER_NORM))
     executor = make_executor(target, mode=mode, drafter=model, **options)
     served = serve(executor, ASKED, chaos=2)
     assert served.outputs == plain_tokens(ASKED)
@@ -107,7 +107,7 @@ def test_cached_front_rows_are_neither_missing_nor_written_again(
     page_size, prompts, num_cached = TENANTS[case]
     depth, lead = pace
     model, target = HiddenModules(3), HashModel()
-    mode = Speculative(MultiLayer(model.modules, hidden_size=target.hidden_size, wants=AFTER_NORM))
+    mode = Speculative(MultiLayer(model.modules, hidden_size=target.hidden_size, inputs=AFTER_NORM))
     settings: dict[str, Any] = {"depth": depth, "lead": lead, "max_rows": 2, "page_size": page_size}
     executor = make_executor(target, mode=mode, drafter=model, num_pages=200, **settings)
     lens = [1] * (len(prompts) - 1) + [24]

@@ -71,7 +71,7 @@ def logits_of(loaded: LoadedDrafter, target_size: int) -> Tensor:
     ids = torch.zeros(NUM_TOKENS, dtype=torch.int64, device=META)
     features = tuple(
         torch.empty(NUM_TOKENS, target_size, dtype=torch.bfloat16, device=META)
-        for _ in loaded.drafter.wants.layer_ids or (0,)
+        for _ in loaded.drafter.inputs.layer_ids or (0,)
     )
     if isinstance(model, BlockModel):
         model.write_context(model.context(features), ids, attend)

@@ -42,7 +42,7 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", OPTIONS)
 def test_b01_draft_kv_equals_a_prefill_from_scratch(options: dict[str, Any]) -> None:
     model, target = HiddenDraft(), HashModel()
-    chain = RecurrentChain(model, 3, hidden_size=target.hidden_size, wants=AFTER_NORM)
+    chain = RecurrentChain(model, 3, hidden_size=target.hidden_size, inputs=AFTER_NORM)
     executor = make_executor(target, mode=Speculative(chain), drafter=model, **options)
     served = serve(executor, ASKED, chaos=2)
     assert served.outputs == plain_tokens(ASKED)
@@ -64,7 +64,7 @@ def test_b01_the_relayed_hidden_state_is_that_of_the_last_accepted_token(
     model.logits = lambda hidden: hidden.new_zeros(len(hidden), VOCAB).index_fill(
         1, torch.tensor([9]), 1.0
     )
-    chain = RecurrentChain(model, 3, hidden_size=target.hidden_size, wants=AFTER_NORM)
+    chain = RecurrentChain(model, 3, hidden_size=target.hidden_size, inputs=AFTER_NORM)
     prompt, allowed = PROMPT[:6], (9, 10)
 
     def asked(num_tokens: int) -> AdmitRequest:
@@ -91,7 +91,7 @@ def test_b06_draft_kv_is_exact_behind_the_wrap_of_a_sliding_window(pace: tuple[i
     """Rejected drafts stay in no page that a later token sees, and no page is freed too early."""
     window = 6
     model, target = HiddenDraft(window=window), HashModel(window=window)
-    chain = RecurrentChain(model, 3, hidden_size=target.hidden_size, wants=AFTER_NORM)
+    chain = RecurrentChain(model, 3, hidden_size=target.hidden_size, inputs=AFTER_NORM)
     settings: dict[str, Any] = {"depth": pace[0], "lead": pace[1], "page_size": 2}
     executor = make_executor(target, mode=Speculative(chain), drafter=model, **settings)
     served = serve(executor, ASKED, chaos=2)
