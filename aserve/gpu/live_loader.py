@@ -57,14 +57,14 @@ Submit: TypeAlias = Callable[[Callable[[], None]], None]
 @dataclass(frozen=True, slots=True)
 class LiveLoader:
     """Loads adapters and weights into a running engine. `read_model` reads another checkpoint of
-    `model`; it is None for a model that takes no new weights. `balanced` move the experts of the
-    model's layers between ranks.
+    `model`; it is None for a model that takes no new weights. `balanced_dispatchers` move the
+    experts of the model's layers between ranks.
     """
 
     model: CausalModel
     loras: LoraTables | None = None
     read_model: ReadModel | None = None
-    balanced: Sequence[BalancedDispatcher] = ()
+    balanced_dispatchers: Sequence[BalancedDispatcher] = ()
     profiler: Profiler = field(default_factory=Profiler)
     checker: WeightChecker = field(default_factory=WeightChecker)
 
@@ -115,7 +115,7 @@ class LiveLoader:
 
     async def _check_weights(self, job: CheckWeights) -> ErrorInfo | None:
         """Another thread reads the weights, beside the steps, which never write them."""
-        if self.balanced:
+        if self.balanced_dispatchers:
             return EXPERTS_MOVE
         work = self.checker.compare if job.compares else self.checker.take
         try:
@@ -142,7 +142,7 @@ class LiveLoader:
             other = self.read_model(load)
         if other.layers != self.model.layers:
             raise ConfigError(f"{load.path}: the scales of its KV cache differ from the model's")
-        return [*copies(self.model, other), *(each.restart for each in self.balanced)]
+        return [*copies(self.model, other), *(each.restart for each in self.balanced_dispatchers)]
 
 
 def _check_no_pipes(*paths: Path) -> None:

@@ -113,7 +113,7 @@ class BalancedDispatcher:
     other forward of this layer may be between its halves then."""
 
     __slots__ = (
-        *("_first_slots", "_inner", "_interval", "_loads", "_moves", "_num_forwards", "_turns"),
+        *("_initial_slots", "_inner", "_interval", "_loads", "_moves", "_num_forwards", "_turns"),
         *("counts_forwards", "slots"),
     )
 
@@ -127,8 +127,8 @@ class BalancedDispatcher:
         moves: ExpertMoves,
         device: torch.device,
     ) -> None:
-        self._first_slots = tuple(slots)
-        self.slots = self._first_slots  # the expert in each slot of all ranks
+        self._initial_slots = tuple(slots)
+        self.slots = self._initial_slots  # the expert in each slot of all ranks
         self._inner = inner
         self._interval = interval  # forwards between two placements
         self._moves = moves
@@ -166,7 +166,7 @@ class BalancedDispatcher:
         """The ranks have new weights, which are where those of the start were."""
         self._num_forwards = 0
         self._loads.zero_()
-        self._place(self._first_slots)
+        self._place(self._initial_slots)
 
     def _rebalance(self) -> None:
         """Experts stay where they are unless the new placement is better."""

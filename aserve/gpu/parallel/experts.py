@@ -40,7 +40,8 @@ class ExpertRanks:
     backend: str
     interval: int | None  # forwards between two placements of the experts; None: they stay
     group: DeviceGroup | None  # where rows travel
-    balanced: list[BalancedDispatcher] = field(default_factory=list)  # of the layers, in order
+    # of the layers, in order
+    balanced_dispatchers: list[BalancedDispatcher] = field(default_factory=list)
     kernels: list[DeepEpKernels] = field(default_factory=list)  # at most one, of all layers
 
     def graph_tokens(self, most: int) -> int:
@@ -68,25 +69,25 @@ class ExpertRanks:
         for mlp in layers:
             mlp.dispatcher = self._dispatcher(mlp)
             if isinstance(mlp.dispatcher, BalancedDispatcher):
-                self.balanced.append(mlp.dispatcher)
-        return self.balanced
+                self.balanced_dispatchers.append(mlp.dispatcher)
+        return self.balanced_dispatchers
 
     def before_replay(self) -> None:
         """A graph of a forward is about to be replayed."""
         self._prepare_kernels()
-        for dispatcher in self.balanced:
+        for dispatcher in self.balanced_dispatchers:
             dispatcher.count_replay()
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """Within it, forwards are captured, and move no experts."""
         self._prepare_kernels()
-        for dispatcher in self.balanced:
+        for dispatcher in self.balanced_dispatchers:
             dispatcher.counts_forwards = False
         try:
             yield
         finally:
-            for dispatcher in self.balanced:
+            for dispatcher in self.balanced_dispatchers:
                 dispatcher.counts_forwards = True
 
     def _prepare_kernels(self) -> None:

@@ -176,7 +176,7 @@ def test_experts_that_move_are_reached_where_they_are(tmp_path: Path, install: I
         found, slots = [], set()
         for x in xs:
             found.append(mlp(x))
-            slots.add(experts.balanced[0].slots)
+            slots.add(experts.balanced_dispatchers[0].slots)
         return found, slots
 
     for found, slots in on_ranks(2, tmp_path / "store", run):

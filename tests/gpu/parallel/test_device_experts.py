@@ -87,7 +87,7 @@ class Rank:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        [dispatcher] = self.experts.balanced
+        [dispatcher] = self.experts.balanced_dispatchers
         return dispatcher.slots
 
     def copied(self, x: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def test_ranks_on_devices_compute_what_one_with_all_experts_does(
         experts = ExpertRanks(ranks, ALONE, part, backend, INTERVAL, all_to_all_of(place, ranks))
         experts.place_experts(model_of(mlp))
         found = [mlp(x) for x in XS]
-        assert experts.balanced[0].slots != part_slots
+        assert experts.balanced_dispatchers[0].slots != part_slots
         return found, ranks.waiting.call_count
 
     part_slots = tuple(slot % NUM_EXPERTS for slot in range(NUM_EXPERTS + 2))
