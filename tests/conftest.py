@@ -5,6 +5,7 @@ interpreter.
 import gc
 import os
 import secrets
+from importlib.util import find_spec
 from random import Random
 
 import hypothesis
@@ -13,7 +14,7 @@ import pytest
 from aserve.host.environment import collect_rarely
 from aserve.host.kernel_cache import kernel_cache
 from tests.collected import IGNORED, note_collected
-from tests.engine_device import CPU, use_device
+from tests.engine_device import CPU, engine_device, use_device
 
 collect_rarely()  # the imports of all test modules leave hardly any garbage
 
@@ -39,6 +40,8 @@ LONGEST = (
     "tests/tools/gpu_check/test_check.py",
     "tests/tools/train_tiny/test_training.py",
 )
+# Their tests load models, whose kernels are compiled before the first test.
+ENGINES = ("tests/e2e/", "tests/parity/")
 # Files whose tests share nothing that takes time to make: they are handed out one by one.
 ONE_BY_ONE = frozenset(
     {
@@ -109,9 +112,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: (*LONGEST, item.location[0]).index(item.location[0]))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Modules and test items stay, so that no collection of garbage need look at them."""
     gc.freeze()
+    runs_engines = any(item.location[0].startswith(ENGINES) for item in session.items)
+    if runs_engines and engine_device() == CPU and not session.config.option.collectonly:
+        _compile_kernels()
+
+
+def _compile_kernels() -> None:
+    """WHY: in a new checkout the first test that loads a model compiled for more than 120 s on a
+    busy machine, which is the timeout of a test.
+    """
+    import torch
+
+    from aserve.gpu.device.cpu.kernels import compile_kernels_of
+
+    if find_spec("numba") is not None:
+        compile_kernels_of(torch.float32)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
