@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import tokenizers
 from tokenizers import Tokenizer
 
 from aserve.config import ModelOptions
@@ -33,6 +34,7 @@ from aserve.text.tokenizer import TextTokenizer, numeric_template, numeric_token
 
 logger = logging.getLogger(__name__)
 
+MAX_TOKEN_ID = (1 << 31) - 1
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -146,7 +148,7 @@ def load_numeric_tokenizer(model_dir: Path) -> TextTokenizer:
     """Makes a numeric tokenizer for a directory that has a configuration but no tokenizer."""
     path = model_dir / "config.json"
     config = read_json(path)
-    vocab_size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    vocab_size = _vocab_size(config)
     if not isinstance(vocab_size, int):
         raise ConfigError(f"{path}: vocab_size is {vocab_size!r}; expected an integer")
     return numeric_tokenizer(vocab_size, eos_ids=_eos_ids(model_dir))
@@ -170,7 +172,13 @@ def _read_backend(model_dir: Path) -> Tokenizer:
         msgspec.json.decode(data, type=_TokenizerFile)
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
-    return Tokenizer.from_buffer(data)
+    try:
+        return Tokenizer.from_buffer(data)
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} cannot be read by tokenizers {tokenizers.__version__}: {error}; a newer "
+            "version of that package may have written it"
+        ) from error
 
 
 def _convert_backend(model_dir: Path) -> Tokenizer:
@@ -200,16 +208,30 @@ def _convert_backend(model_dir: Path) -> Tokenizer:
 
 
 def _eos_ids(model_dir: Path, tokenizer_eos_id: int | None = None) -> list[int]:
-    """Returns the end tokens of all files, because chat models list them in different ones."""
+    """Returns the end tokens of all files, because chat models list them in different ones. Those
+    that the model does not have, such as -1, are left out."""
     config = read_json(model_dir / "config.json")
     named = [
         read_json(model_dir / "generation_config.json").get("eos_token_id"),
         config.get("eos_token_id"),
-        config.get("text_config", {}).get("eos_token_id"),
+        _text_config(config).get("eos_token_id"),
         tokenizer_eos_id,
     ]
     ids = [i for value in named for i in (value if isinstance(value, list) else [value])]
-    return list(dict.fromkeys(i for i in ids if isinstance(i, int)))
+    size = _vocab_size(config)
+    known = range(size if isinstance(size, int) else MAX_TOKEN_ID + 1)
+    return list(dict.fromkeys(i for i in ids if isinstance(i, int) and i in known))
+
+
+def _vocab_size(config: Mapping[str, Any]) -> object:
+    return config.get("vocab_size", _text_config(config).get("vocab_size"))
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the settings of the text part. What is no object is refused when the model is
+    built."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else {}
 
 
 def _token_id(backend: Tokenizer, token: object) -> int | None:

@@ -142,7 +142,8 @@ def _segment_size(config: Mapping[str, Any]) -> int:
     segments (gpu/models/encoder.py)."""
     num_segments = config.get("type_vocab_size", 2 if config.get("model_type") == "bert" else 1)
     size = config.get("vocab_size")
-    return size if isinstance(size, int) and num_segments > 1 else 0
+    has_segments = isinstance(num_segments, int) and num_segments > 1
+    return size if isinstance(size, int) and has_segments else 0
 
 
 def _encode_pair(

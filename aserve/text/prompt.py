@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from aserve.cache.page_keys import prompt_keys
 from aserve.errors import ContextTooLong, InvalidRequest
-from aserve.messages.base import Record, pack_i32
+from aserve.messages.base import Record, array_i32, pack_i32
 from aserve.messages.requests import (
     AdmitRequest,
     ChatPrompt,
@@ -85,10 +85,14 @@ class PromptEncoder:
         if not pictures:  # of which none can be cut
             prompt_ids = truncate(prompt_ids, request, self.limits)
         sampling = resolve_lengths(request, len(prompt_ids), self.limits)
-        if isinstance(request.prompt, TokenPrompt):
-            self.check_ids(prompt_ids, param="prompt")
+        # The ids of a text, too: some tokenizers have more tokens than the model.
+        where = "messages" if isinstance(request.prompt, ChatPrompt) else "prompt"
+        self.check_ids(prompt_ids, param=where)
         ends = end_ids(self.tokenizer, sampling)
-        bad_words = bad_word_ids(sampling.bad_words, self.tokenizer)
+        words = bad_word_ids(sampling.bad_words, self.tokenizer)
+        bad_words = tuple(word for word in words if max(word) < self.limits.vocab_size)
+        predicted = prediction_ids(request.prediction, self.tokenizer)
+        self.check_ids(array_i32(predicted).tolist(), param="prediction")
         check_can_sample(sampling, ends, bad_words, self.limits)
         packed = pack_i32(prompt_ids)
         tail = self._tail_of(request, prompt_ids)
@@ -126,7 +130,7 @@ class PromptEncoder:
                 pictures=pictures,
                 client=request.client,
                 reasoning=reasoning,
-                prediction_ids=prediction_ids(request.prediction, self.tokenizer),
+                prediction_ids=predicted,
             ),
         )
 

@@ -122,6 +122,25 @@ def test_end_tokens_are_read_from_every_file(tmp_path: Path) -> None:
     assert load_tokenizer(folder).eos_ids == (7, 8, 9, 0)
 
 
+def test_end_tokens_that_the_model_does_not_have_are_left_out(tmp_path: Path) -> None:
+    folder = with_tokenizer(
+        tmp_path,
+        generation_config={"eos_token_id": [7, -1, 300, 2**40]},
+        config={"text_config": {"vocab_size": 300, "eos_token_id": 299}},
+    )
+    assert load_tokenizer(folder).eos_ids == (7, 299)
+    write(tmp_path, config={})
+    assert load_tokenizer(folder).eos_ids == (7, 300)
+
+
+@pytest.mark.parametrize("config", [{"text_config": None}, {"type_vocab_size": None}])
+def test_null_counts_as_absent_in_the_configuration(
+    tmp_path: Path, config: dict[str, object]
+) -> None:
+    folder = with_tokenizer(tmp_path, config={"vocab_size": 300, "eos_token_id": 7} | config)
+    assert load_text(folder, ModelOptions()).tokenizer.eos_ids == (7,)
+
+
 @pytest.mark.parametrize("has_bos", [True, False])
 def test_bos_is_added_when_the_settings_say_so(tmp_path: Path, has_bos: bool) -> None:
     folder = with_tokenizer(tmp_path, tokenizer_config={"bos_token": EOS, "add_bos_token": has_bos})
@@ -135,6 +154,14 @@ def test_an_invalid_file_is_named(tmp_path: Path, content: str) -> None:
         load_tokenizer(tmp_path)
     (with_tokenizer(tmp_path) / "generation_config.json").write_text("[1]")
     with pytest.raises(ConfigError, match=r"generation_config\.json: expected a JSON object"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_that_the_library_does_not_know_is_a_clear_error(tmp_path: Path) -> None:
+    content = json.loads(byte_level_backend().to_str())
+    content["model"]["type"] = "Newer"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read by tokenizers \d"):
         load_tokenizer(tmp_path)
 
 

@@ -213,6 +213,28 @@ def test_bad_words_reach_the_scheduler_as_ids() -> None:
     assert admit.bad_word_ids == bad_word_ids(("stop", "A"), TOKENIZER)
 
 
+FEWER = msgspec.structs.replace(LIMITS, vocab_size=A)  # of which A and B are no tokens
+
+
+@pytest.mark.parametrize("param", ["prompt", "messages", "prediction"])
+def test_tokens_that_the_model_lacks_are_refused_in_texts(param: str) -> None:
+    template = ChatTemplate("{{ messages[0].content }}")
+    encoder = PromptEncoder(TOKENIZER, template=template, limits=FEWER)
+    texts: dict[str, Prompt] = {"prompt": TextPrompt("A"), "messages": chat("A")}
+    prompt, prediction = texts.get(param, TextPrompt("!")), "B" if param == "prediction" else ""
+    request = GenerateRequest("r", prompt, SAMPLING, prediction=prediction)
+    with pytest.raises(InvalidRequest, match=r"out of range: this model's ids are 0") as caught:
+        encoder.prepare(request)
+    assert caught.value.param == param
+
+
+def test_bad_words_that_the_model_cannot_say_never_reach_the_device() -> None:
+    encoder = PromptEncoder(TOKENIZER, template=None, limits=FEWER)
+    sampling = SamplingParams(1, bad_words=("!", "A", "!B"))
+    admit = encoder.prepare(GenerateRequest("r", TextPrompt("!"), sampling)).admit
+    assert admit.bad_word_ids == bad_word_ids(("!",), TOKENIZER)
+
+
 def chat(content: str) -> ChatPrompt:
     return ChatPrompt(msgspec.json.encode([{"role": "user", "content": content}]), b"[{}]")
 
