@@ -15,6 +15,8 @@ All state is written on the loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import logging
 import os
 import resource
@@ -71,6 +73,7 @@ async def listen(
     connections = Connections(runner.server, limits)
     tls = tls_context(options)
     if options.uds is not None:
+        await check_unused(options.uds)
         loop = asyncio.get_running_loop()
         return [await loop.create_unix_server(connections, options.uds, backlog=BACKLOG, ssl=tls)]
     is_shared = peers.are_several
@@ -154,6 +157,17 @@ async def check_free(host: str, port: int) -> None:
             if family == socket.AF_INET6:
                 probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             probe.bind(address)
+
+
+async def check_unused(path: str) -> None:
+    """Raises OSError if a server listens on this Unix socket. WHY: the loop replaces the socket of
+    a server that has died, and it would replace that of one that lives, too.
+    """
+    loop = asyncio.get_running_loop()
+    with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+        transport, _ = await loop.create_unix_connection(asyncio.Protocol, path)
+        transport.close()
+        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
 async def open_port(

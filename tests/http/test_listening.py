@@ -107,6 +107,25 @@ async def test_a_unix_socket_is_served_replaced_when_stale_and_removed(tmp_path:
     assert not path.exists()
 
 
+async def test_a_second_server_does_not_take_the_unix_socket_of_the_first(tmp_path: Path) -> None:
+    path = str(tmp_path / "aserve.sock")
+    first, second = EchoEngine(uds=path), EchoEngine(uds=path)
+    try:
+        await first.server.start()
+        with pytest.raises(ConfigError, match=r"cannot listen on .*: address already in use"):
+            await second.server.start()
+        connector = aiohttp.UnixConnector(path)
+        async with (
+            aiohttp.ClientSession(connector=connector) as client,
+            client.get("http://localhost/health") as answer,
+        ):
+            assert answer.status == 200
+    finally:
+        for echo in (first, second):
+            await echo.server.stop()
+            echo.tokenize_service.close()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
