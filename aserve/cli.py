@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import os
 import platform
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,7 +47,7 @@ from aserve.host.environment import (
     installed_version,
     prepare_process,
 )
-from aserve.host.logs import start_logging
+from aserve.host.logs import discard_stdout, start_logging
 from aserve.options.arguments import add_groups
 from aserve.options.foreign_flags import add_foreign_flags
 from aserve.options.node_options import NodeOptions
@@ -120,8 +119,7 @@ def guarded(run: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of the output has gone, and Python's flush at exit must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_stdout()  # the reader of the output has gone
         return 141
 
 

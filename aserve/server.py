@@ -8,12 +8,11 @@ import logging
 import socket
 import time
 
-from rich.console import Console
-
 from aserve.config import Resolved, shown_settings
 from aserve.errors import ShuttingDown
 from aserve.frontend import Frontend
 from aserve.host.environment import ending_signals, set_up_collector
+from aserve.host.logs import announce
 from aserve.host.threads import in_thread, new_event_loop
 from aserve.http.openai.call import seed_source
 from aserve.http.peers import ALONE, Peers
@@ -102,7 +101,7 @@ class Server:
         except Stopped:
             return
         set_up_collector()
-        announce(self._resolved, launched, self.address)
+        announce_ready(self._resolved, launched, self.address)
         if self._parent is not None:
             await asyncio.get_running_loop().sock_sendall(self._parent, READY)
         await self._ending.wait()
@@ -178,20 +177,15 @@ def connect_tracing(frontend: Frontend) -> Tracing | None:
     return tracing
 
 
-def announce(resolved: Resolved, launched: Launched, address: str) -> None:
+def announce_ready(resolved: Resolved, launched: Launched, address: str) -> None:
     spec, options = launched.spec, resolved.scheduler
     pages = spec.total_pages
-    console = Console(soft_wrap=True)
-    console.print(
+    announce(
         f"aserve: {resolved.model_name} at {address}, {launched.about}, "
-        f"context {spec.max_model_len} tokens",
-        highlight=False,
-        markup=False,
+        f"context {spec.max_model_len} tokens"
     )
-    console.print(
+    announce(
         f"aserve: KV {pages} pages of {spec.page_size} = {pages * spec.page_size} tokens; "
         f"{spec.max_rows} rows, queue {options.max_queue}, overlap depth {spec.depth}, "
-        f"overlap lead {spec.lead}",
-        highlight=False,
-        markup=False,
+        f"overlap lead {spec.lead}"
     )

@@ -1,4 +1,5 @@
-"""The log: lines of text, or one JSON object per line, on stderr.
+"""The log: lines of text, or one JSON object per line, on stderr; and what a server announces on
+stdout.
 
 Messages have the form `event key=%s`. The text format fills them in; the JSON format also has each
 key as a field, with its value as a number where it is one.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import logging
+import os
 import re
 import signal
 import sys
@@ -17,6 +19,8 @@ from datetime import UTC, datetime
 STDERR = 2  # the file descriptor
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 PLACEHOLDER = re.compile(r"(?:(\w+)=)?%(?:%|[-+ #0-9.]*[a-zA-Z])")
+
+logger = logging.getLogger(__name__)
 
 
 def start_logging(level: str, log_format: str = "text") -> None:
@@ -30,6 +34,29 @@ def start_logging(level: str, log_format: str = "text") -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler])
     faulthandler.enable(file=STDERR)
     faulthandler.register(signal.SIGUSR2, file=STDERR)
+
+
+def announce(line: str) -> None:
+    """Writes a line to stdout. The server goes on where that fails: its reader may have gone, as
+    behind `aserve serve | head -1`, and the disk of a file may be full.
+    """
+    stream = sys.stdout
+    if stream is None:  # it was closed before the start
+        return
+    encoding = stream.encoding or "utf-8"
+    try:
+        stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        stream.flush()
+    except OSError as error:
+        logger.warning("nothing more is written to stdout error=%s", error.strerror)
+        discard_stdout()
+
+
+def discard_stdout() -> None:
+    """Sends what is left to write to stdout nowhere, so that Python's flush at exit succeeds."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def write_stacks() -> None:

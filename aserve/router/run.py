@@ -12,11 +12,11 @@ import os
 from collections.abc import Sequence
 
 from aiohttp import web
-from rich.console import Console
 
 from aserve.config import Resolved
 from aserve.errors import ConfigError
 from aserve.host.environment import ending_signals
+from aserve.host.logs import announce
 from aserve.host.threads import new_event_loop
 from aserve.http.connection import address_of, listen, reason_of
 from aserve.http.peers import ALONE
@@ -122,11 +122,9 @@ class RouterServer:
         if self.router.admin.fleet is not None:
             what, num_replicas = self._model_name, self._options.replicas
             await self.router.admin.fleet.serving.wait()
-        Console(soft_wrap=True).print(
+        announce(
             f"aserve: {what} at {self.address}, {num_replicas} replicas, "
-            f"policy {self.router.options.policy}",
-            highlight=False,
-            markup=False,
+            f"policy {self.router.options.policy}"
         )
 
     async def _end_after_failure(self) -> None:

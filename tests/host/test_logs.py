@@ -1,16 +1,22 @@
-"""The JSON log: one object per line whatever is logged, with the message's values as fields."""
+"""The JSON log: one object per line whatever is logged, with the message's values as fields; and
+announcements that cannot be written.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import os
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TextIO
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aserve.host.logs import JsonFormatter
+from aserve.host.logs import JsonFormatter, announce
 
 
 def formatted(message: str, *values: object, **fields: Any) -> dict[str, Any]:
@@ -58,3 +64,39 @@ def test_an_exception_has_its_trace() -> None:
     except ValueError:
         entry = formatted("failed", exc_info=sys.exc_info())
     assert "ValueError: two\nlines" in entry["exception"]
+
+
+def full() -> TextIO:
+    return open("/dev/full", "w", encoding="utf-8")
+
+
+def without_reader() -> TextIO:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w", encoding="utf-8")
+
+
+@pytest.mark.parametrize("open_stdout", [full, without_reader])
+def test_a_server_goes_on_where_its_announcement_cannot_be_written(
+    open_stdout: Callable[[], TextIO],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with open_stdout() as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        announce("ready")
+        announce("ready again")
+    assert caplog.text.count("nothing more is written to stdout") == 1
+
+
+def test_a_server_without_stdout_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    announce("ready")
+
+
+def test_names_that_the_encoding_lacks_do_not_end_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    announce("m\u00f8del")
+    stdout.buffer.seek(0)
+    assert stdout.buffer.read() == b"m\\xf8del\n"
