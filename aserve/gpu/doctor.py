@@ -144,9 +144,11 @@ def advice(found: Findings) -> Iterator[str]:
     if found.versions["numba"] is None:
         yield "numba is not installed, so the CPU runs without compiled kernels. Install numba."
     elif found.kernel_cache is None or cache_home() not in found.kernel_cache.parents:
+        kept = f"kernels are kept in the temporary folder {found.kernel_cache}"
+        effect = "every start compiles all kernels" if found.kernel_cache is None else kept
         yield (
-            f"{cache_home()} cannot be written, so every start compiles all kernels. Set "
-            "XDG_CACHE_HOME to a folder that can be written."
+            f"{cache_home()} cannot be written, so {effect}. Set XDG_CACHE_HOME to a folder that "
+            "can be written."
         )
     elif found.num_compiled_kernels < found.num_kernels:
         yield (

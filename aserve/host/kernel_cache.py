@@ -13,6 +13,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import stat
 import tempfile
 import time
 from pathlib import Path
@@ -34,16 +35,11 @@ def kernel_cache() -> Path | None:
     NOTE: numba unpickles what it finds there, so only this user may write it.
     """
     package = _kernel_package()
-    path = cache_home() / "aserve" / f"kernels-{_digest_of_kernels(package)}"
+    name = f"kernels-{_digest_of_kernels(package)}"
     try:
-        is_new = not path.exists()
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            os.utime(path)  # the modification time is that of the last start that used it
-        if is_new:
-            _remove_unused(path.parent)
+        path = _opened(cache_home() / "aserve" / name)
     except OSError as error:
-        temporary = _temporary_cache(error)
+        temporary = _temporary_cache(name, error)
         if temporary is None:
             return None
         path = temporary
@@ -76,9 +72,21 @@ def link_compiled_kernels(package: Path, cache: Path) -> None:
         (cache / mark.name).touch()
 
 
-def _temporary_cache(refusal: OSError) -> Path | None:
+def _opened(path: Path) -> Path:
+    """Makes the folder if it is new, and marks it as used. Raises OSError if it cannot be
+    written."""
+    is_new = not path.exists()
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path):
+        os.utime(path)  # the modification time is that of the last start that used it
+    if is_new:
+        _remove_unused(path.parent)
+    return path
+
+
+def _temporary_cache(name: str, refusal: OSError) -> Path | None:
     try:
-        return Path(tempfile.mkdtemp(prefix="aserve-"))
+        return _opened(_private_folder() / name)
     except OSError:
         logger.warning(
             "every start compiles all kernels, because neither %s (%s) nor a temporary folder can "
@@ -86,6 +94,18 @@ def _temporary_cache(refusal: OSError) -> Path | None:
             *(cache_home(), refusal.strerror),
         )
         return None
+
+
+def _private_folder() -> Path:
+    """Returns a temporary folder of this user alone: the same one for each start, unless somebody
+    else has taken its name."""
+    path = Path(tempfile.gettempdir()) / f"aserve-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    is_private = is_own and not found.st_mode & 0o077
+    return path if is_private else Path(tempfile.mkdtemp(prefix="aserve-"))
 
 
 def _remove_unused(caches: Path) -> None:

@@ -56,7 +56,7 @@ def without(package: str) -> dict[str, str | None]:
     [
         ({"num_compiled_kernels": 3}, "14 kernels are not compiled yet"),
         ({"kernel_cache": None}, "every start compiles all kernels"),
-        ({"kernel_cache": Path("/tmp/aserve-1")}, "every start compiles all kernels"),
+        ({"kernel_cache": Path("/tmp/aserve-1")}, "kept in the temporary folder /tmp/aserve-1"),
         ({"versions": without("numba"), "num_kernels": 0}, "Install numba"),
         ({"cpu_quota": 1.5}, "may use 1.5 of 8 cores"),
         ({"bf16_products": None}, "no instructions for products of bfloat16"),

@@ -158,11 +158,30 @@ def test_a_second_engine_with_other_threads_compiles_its_kernels_in_the_same_pro
 
 
 @pytest.mark.slow
-def test_a_user_without_a_writable_home_still_gets_a_cache_of_his_own() -> None:
-    *_, cache, _ = prepared(1)
-    directory = Path(cache)
-    assert directory.stat().st_mode & 0o077 == 0
-    directory.rmdir()
+def test_a_user_without_a_writable_home_gets_the_same_cache_of_his_own_in_each_start(
+    tmp_path: Path,
+) -> None:
+    *_, cache, _ = prepared(1, TMPDIR=str(tmp_path))
+    assert prepared(1, TMPDIR=str(tmp_path))[2] == cache
+    private = Path(cache).parent
+    assert (private.parent, private.stat().st_mode & 0o077) == (tmp_path, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_link", [True, False])
+def test_kernels_are_never_read_from_a_temporary_folder_that_others_may_write(
+    tmp_path: Path, is_link: bool
+) -> None:
+    other, taken = tmp_path / "other", tmp_path / f"aserve-{os.getuid()}"
+    other.mkdir(mode=0o700)
+    if is_link:
+        taken.symlink_to(other)
+    else:
+        taken.mkdir()
+        taken.chmod(0o777)
+    cache = Path(prepared(1, TMPDIR=str(tmp_path))[2])
+    assert taken not in cache.parents
+    assert cache.parent.stat().st_mode & 0o077 == 0
 
 
 WITHOUT_A_CACHE = """
