@@ -251,8 +251,17 @@ def _ask(console: Console) -> str | None:
 
 
 def _show(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    """Writes to stdout, if it is open."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        discard_stdout()
+        raise ConfigError(f"the output cannot be written: {error.strerror}") from None
 
 
 def _sampling(resolved: Resolved) -> dict[str, object]:
@@ -273,10 +282,10 @@ def _replay(path: Path) -> int:
 
 
 def _verify(file: str, adapter: str | None, given: dict[str, object]) -> int:
-    from aserve.receipts.record import read_receipt
+    from aserve.receipts.record import receipt_in
     from aserve.receipts.verify import options_of_receipt, verify
 
-    receipt = read_receipt(Path(file).read_bytes())
+    receipt = receipt_in(Path(file))
     resolved = _resolved(options_of_receipt(receipt, given), log_level="warning")
     verdict = verify(resolved, receipt, adapter_dir=None if adapter is None else Path(adapter))
     _print_lines(verdict.lines)
@@ -343,9 +352,8 @@ def _version() -> int:
 
 
 def _print_lines(lines: Iterable[str]) -> None:
-    console = Console(soft_wrap=True)
     for line in lines:
-        console.print(line, markup=False, highlight=False)
+        _show(f"{line}\n")
 
 
 WITHOUT_OPTIONS: Mapping[str, Callable[[], int]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -354,3 +355,26 @@ def test_help_and_version_are_quick_because_they_import_no_engine() -> None:
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("aserve ")
     assert "torch 2." in result.stdout
+
+
+def test_output_that_cannot_be_written_is_a_clear_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["version"]) == 2
+    assert "the output cannot be written: No space left on device" in capsys.readouterr().err
+
+
+def test_output_without_a_reader_ends_as_sigpipe_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", encoding="utf-8") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert main(["version"]) == 141
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["version"]) == 0
+
+
+def test_a_receipt_that_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "cannot read the receipt /nope: No such file" in complaint(capsys, "verify", "/nope")

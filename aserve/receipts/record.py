@@ -11,11 +11,12 @@ import hashlib
 import platform
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
 
-from aserve.errors import UNDECODABLE, InvalidRequest
+from aserve.errors import UNDECODABLE, ConfigError, InvalidRequest
 from aserve.messages.requests import SamplingParams
 
 Settings: TypeAlias = dict[str, str | int | bool | None]
@@ -99,6 +100,14 @@ class Answer(msgspec.Struct):
     """An answer of the server, of which only the receipt is read."""
 
     receipt: Receipt
+
+
+def receipt_in(path: Path) -> Receipt:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read the receipt {path}: {error.strerror}") from None
+    return read_receipt(content)
 
 
 def read_receipt(data: bytes) -> Receipt:
