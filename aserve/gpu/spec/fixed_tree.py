@@ -184,7 +184,7 @@ def tree_of(paths: Sequence[Path], device: torch.device) -> FixedTree:
                 ranks=ints(path[-1] for path in children),
                 goes_on=ints(map(children.index, goes_on)),
                 levels=ints(len(path) - 1 for path in every),
-                mask=torch.tensor(sees, dtype=torch.bool, device=device).view(len(every), -1),
+                mask=torch.tensor(sees, dtype=torch.bool, device=device).view(2 * [len(every)]),
             )
         )
     parents = ints(ordered.index(path[:-1]) for path in ordered[1:])

@@ -43,7 +43,9 @@ def children(paths: list[Path], topk: int) -> Tensor:
     return torch.tensor(numbers)[None, :, None] * 10 + torch.arange(topk)
 
 
-@pytest.mark.parametrize("paths", [EAGLE_1, ((0,), (0, 0), (0, 0, 0)), ((2,), (2, 1), (0,))])
+@pytest.mark.parametrize(
+    "paths", [EAGLE_1, ((0,), (0, 0), (0, 0, 0)), ((2,), (2, 1), (0,)), ((0,), (5,)), ((0,),)]
+)
 def test_every_draft_is_the_token_that_its_path_names(paths: tuple[Path, ...]) -> None:
     tree = tree_of(paths, CPU)
     scores = torch.zeros(0)
