@@ -46,6 +46,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
         )
+        del self.globals["lipsum"]  # it makes as many words as it is asked for, without a clock
         self.filters["tojson"] = _to_json
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now

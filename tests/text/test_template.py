@@ -92,6 +92,11 @@ def test_a_template_that_only_computes_ends(
         ChatTemplate(source).render([])
 
 
+def test_a_template_makes_no_words_of_its_own() -> None:
+    with pytest.raises(InvalidRequest, match="'lipsum' is undefined"):
+        ChatTemplate("{{ lipsum(n=1) }}").render([])
+
+
 def test_the_size_of_a_prompt_is_bounded() -> None:
     template = ChatTemplate("{% for i in range(99999) %}0123456789{% endfor %}")
     with pytest.raises(InvalidRequest, match="more than 1000 characters"):
