@@ -129,7 +129,7 @@ def _compile_kernels() -> None:
     from aserve.gpu.device.cpu.kernels import compile_kernels_of
 
     if find_spec("numba") is not None:
-        compile_kernels_of(torch.float32)
+        compile_kernels_of(torch.float32, num_threads=1)  # as small models run
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

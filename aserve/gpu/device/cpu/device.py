@@ -96,7 +96,7 @@ class CpuDevice:
         from aserve.gpu.device.cpu.fused_decoder import make_compiled_forward
         from aserve.gpu.device.cpu.fused_draft import make_compiled_draft
 
-        compile_kernels_of(dtype)
+        compile_kernels_of(dtype, num_threads=torch.get_num_threads())
 
         return DeviceOps(
             elementwise=cpu_ops.compiled_elementwise(dtype),

@@ -120,11 +120,11 @@ def compile_all_kernels() -> tuple[int, int]:
     return _compile(wanted), len(wanted)
 
 
-def compile_kernels_of(dtype: torch.dtype) -> None:
-    """Compiles the kernels for a model of this dtype. A failure is only logged, because each kernel
-    is compiled by its first user, too.
+def compile_kernels_of(dtype: torch.dtype, *, num_threads: int) -> None:
+    """Compiles the kernels for a model of this dtype on so many threads. A failure is only logged,
+    because each kernel is compiled by its first user, too.
     """
-    _try_compile(kernels_of(dtype, read_isa(), num_threads=torch.get_num_threads()))
+    _try_compile(kernels_of(dtype, read_isa(), num_threads=num_threads))
 
 
 def compile_kernels_for_kv(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
