@@ -115,7 +115,7 @@ async def test_two_servers_on_one_machine_share_memory(
     for server, direction in ((prefill, "sent"), (decode, "received")):
         async with session.get(f"{server.address}/metrics") as response:
             text = await response.text()
-        labels = rf'transport="(\w+)",direction="{direction}"'
+        labels = rf'direction="{direction}",transport="(\w+)"'
         found = re.findall(rf"aserve_kv_transfer_bytes_total{{{labels}}} (\S+)", text)
         assert [(transport, float(size) > 0) for transport, size in found] == [(expected, True)]
 
