@@ -49,7 +49,7 @@ NOTE = (
 )
 
 
-class CarrierRate(msgspec.Struct, frozen=True):
+class TransportRate(msgspec.Struct, frozen=True):
     transport: str
     gb_per_s: float
     of_socket: float
@@ -70,7 +70,7 @@ def run(options: DisaggBenchOptions, _resolved: Resolved) -> BenchResult:
     return BenchResult({**msgspec.structs.asdict(found), "rates": rates}, tuple(tables), (NOTE,))
 
 
-def _table(title: str, lines: Sequence[CarrierRate | FirstToken | Jitter | Loop]) -> Table:
+def _table(title: str, lines: Sequence[TransportRate | FirstToken | Jitter | Loop]) -> Table:
     rows = [
         [f"{value:.2f}" if isinstance(value, float) else f"{value}" for value in astuple(line)]
         for line in lines
@@ -81,7 +81,7 @@ def _table(title: str, lines: Sequence[CarrierRate | FirstToken | Jitter | Loop]
 # ------------------------------------------------------------ bytes
 
 
-def measure_rates(options: DisaggBenchOptions) -> list[CarrierRate]:
+def measure_rates(options: DisaggBenchOptions) -> list[TransportRate]:
     """The best of `repeats` for each transport, in turns with a socket and a copy."""
     num_blocks = max(1, (options.transfer_mib << 20) // COPY_BYTES)
     best: dict[str, float] = {}
@@ -95,7 +95,8 @@ def measure_rates(options: DisaggBenchOptions) -> list[CarrierRate]:
     rates = [("socket", best["socket"]), ("copy", best["copy"])]
     rates += [(transport, best[transport]) for transport in transports]
     return [
-        CarrierRate(name, rate, rate / best["socket"], rate / best["copy"]) for name, rate in rates
+        TransportRate(name, rate, rate / best["socket"], rate / best["copy"])
+        for name, rate in rates
     ]
 
 

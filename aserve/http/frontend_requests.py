@@ -84,7 +84,7 @@ async def probing(probes: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 class _Heard:
-    """What has come of an answer: its `content` is there once it has begun."""
+    """Counts the bytes that have come of an answer, whose `content` is set once it has begun."""
 
     def __init__(self) -> None:
         self.content: aiohttp.StreamReader | None = None
