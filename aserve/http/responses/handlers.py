@@ -94,7 +94,7 @@ async def read(request: web.Request, context: HttpContext) -> web.StreamResponse
 async def delete(request: web.Request, context: HttpContext) -> web.StreamResponse:
     key = key_of(request, context)
     responses_of(request).delete(key)
-    request.app[STREAMS].discard(StreamKey(*key))
+    request.app[STREAMS].forget(StreamKey(*key))  # the last event is still to be written
     return await send_record(request, DeletedResponse(key.response_id), context)
 
 

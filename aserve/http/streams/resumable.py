@@ -114,13 +114,18 @@ class Streams:
 
     def discard(self, key: StreamKey) -> None:
         """Forgets a stream, and cancels its generation. It may be unknown."""
+        kept = self._kept.get(key)
+        self.forget(key)
+        if kept is not None and kept.task is not None:
+            kept.task.cancel()
+
+    def forget(self, key: StreamKey) -> None:
+        """Nobody finds the stream any more. Its readers get the events up to its end."""
         kept = self._kept.pop(key, None)
         if kept is None:
             return
         kept.stop_clock()
         self.size_bytes -= kept.log.size_bytes
-        if kept.task is not None:
-            kept.task.cancel()
 
     async def close(self) -> None:
         """Ends all streams. The server stops."""

@@ -412,6 +412,14 @@ async def test_a_response_that_runs_is_cancelled_when_it_is_deleted() -> None:
         asked.cancel()
 
 
+@pytest.mark.parametrize("how", ["background", "resumable"])
+async def test_readers_of_a_deleted_response_get_its_last_event(echo: EchoEngine, how: str) -> None:
+    reading = streamed(echo, extra_body={how: True})
+    async with paused(echo, reading) as (asked, response_id):
+        await echo.client.responses.delete(response_id)
+        assert (await asked)[-1].type == "response.incomplete"
+
+
 async def test_a_refusal_in_the_background_is_a_failed_response(echo: EchoEngine) -> None:
     made = await ask(echo, background=True, input="x" * 600)
     done = await polled(echo, made.id)
