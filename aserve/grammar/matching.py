@@ -13,7 +13,7 @@ import numpy as np
 
 from aserve.errors import BugError, ClientError, InvalidRequest
 from aserve.grammar.library import GrammarLibrary
-from aserve.messages.base import MASK_BITS, ArrayI32, array_i32, num_mask_words
+from aserve.messages.base import MASK_BITS, ArrayI32, array_i32, num_mask_words, num_values
 from aserve.messages.requests import AdmitRequest
 from aserve.messages.results import BuildMask, MaskReady
 
@@ -49,7 +49,10 @@ class Rules:
     the client did not name in stop_token_ids.
     """
 
-    __slots__ = ("_eos", "_every_end", "_min_tokens", "compiled", "end_ids", "every_id", "param")
+    __slots__ = (
+        *("_eos", "_every_end", "_min_tokens"),
+        *("compiled", "end_ids", "every_id", "num_kept", "param"),
+    )
 
     def __init__(self, request: AdmitRequest, compiled: CompiledGrammar) -> None:
         """Keeps the compiled grammar alive after the cache has evicted it."""
@@ -61,6 +64,8 @@ class Rules:
         self.param = sampling.grammar.param
         self.end_ids = list(request.end_ids)
         self.every_id = _bits(range(vocab_size), vocab_size)
+        # Tokens with which a fork begins. The client may have chosen the last one.
+        self.num_kept = sum(map(num_values, () if request.is_resumed else request.outputs))
         self._min_tokens = sampling.min_tokens
         self._every_end = _bits(self.end_ids, vocab_size)
         self._eos = _bits(eos_ids if sampling.ignore_eos else [], vocab_size)
@@ -84,8 +89,9 @@ class SequenceMatcher:
         self._num_seen = 0
 
     def fill(self, ask: BuildMask) -> MaskReady:
-        """Returns the mask, or the error of a sequence for which no token is allowed. Raises
-        BugError for an output that the grammar does not allow.
+        """Returns the mask, or the error of a sequence for which no token is allowed, or of a fork
+        that begins with one that is not. Raises BugError for an output that the grammar does not
+        allow.
         """
         if self._matcher is None:
             self._matcher = _new_matcher(self._rules)
@@ -124,9 +130,12 @@ class SequenceMatcher:
     def _accept(self, matcher: GrammarMatcher, new_ids: ArrayI32) -> None:
         for token_id in new_ids.tolist():
             if not matcher.accept_token(token_id):
-                raise BugError(
-                    f"output {self._num_seen}, token {token_id}, does not match the grammar"
-                )
+                wrong = f"output {self._num_seen}, token {token_id}, does not match the grammar"
+                if self._num_seen < self._rules.num_kept:
+                    raise InvalidRequest(
+                        f"Invalid 'token_id': {wrong}.", param="token_id", code="invalid_value"
+                    )
+                raise BugError(wrong)
             self._num_seen += 1
 
     def _next_mask(self, matcher: GrammarMatcher, position: int) -> ArrayI32:

@@ -131,6 +131,28 @@ def test_trap_4_an_output_outside_the_language_is_an_error_of_its_own(wrong: int
         Play("ab").ask(A, wrong)
 
 
+def matcher_of(*outputs: int, is_resumed: bool) -> SequenceMatcher:
+    """The matcher of a sequence that begins with outputs."""
+    params = SamplingParams(seed=1, grammar=Grammar("regex", "abc"))
+    request = AdmitRequest(
+        "r", b"", params, (END,), outputs=(pack_i32(outputs),), is_resumed=is_resumed
+    )
+    return SequenceMatcher(Rules(request, compiled("abc")))
+
+
+def test_a_token_of_a_fork_that_the_grammar_forbids_is_its_clients_mistake() -> None:
+    matcher = matcher_of(A, C, is_resumed=False)
+    error = matcher.fill(BuildMask("r", 0, 2, pack_i32([A, C]))).error
+    assert error is not None
+    assert (error.status, error.param) == (400, "token_id")
+
+
+def test_outputs_outside_the_language_after_an_engines_death_are_no_clients_mistake() -> None:
+    matcher = matcher_of(A, C, is_resumed=True)
+    with pytest.raises(BugError, match="output 1, token 2, does not match the grammar"):
+        matcher.fill(BuildMask("r", 0, 2, pack_i32([A, C])))
+
+
 def test_trap_4_an_output_that_was_not_shown_is_noticed() -> None:
     play = Play("a*")
     play.position = 3
