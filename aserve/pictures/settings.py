@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from aserve.errors import ConfigError, InvalidRequest
+from aserve.json_file import texts_in
 from aserve.messages.base import Record
 from aserve.picture import PixelScale
 
@@ -81,14 +82,15 @@ def picture_settings(
     config: Mapping[str, Any], processor: Mapping[str, Any], *, where: str
 ) -> PictureSettings | None:
     """None for a model that reads no pictures. `where` is the model's directory, for errors."""
-    names = [name for name in config.get("architectures") or () if name in PATCH_SIZES]
+    names = [name for name in texts_in(config.get("architectures")) if name in PATCH_SIZES]
     if not names:
         return None
     try:
         given = msgspec.convert(processor, _Processor)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}/preprocessor_config.json: {error}") from None
-    vision = config.get("vision_config") or {}
+    vision = config.get("vision_config")
+    vision = vision if isinstance(vision, dict) else {}  # the model refuses other values
     patch = vision.get("patch_size", PATCH_SIZES[names[0]])
     merge = vision.get("spatial_merge_size", 2)
     if (given.patch_size or patch, given.merge_size or merge) != (patch, merge):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 FILE = "generation_config.json"
 MAX_BAD_WORD_IDS = 2048  # token ids of all words of a request together
 MAX_PREDICTION_TOKENS = 16_384
+MAX_INTEGER = (1 << 31) - 1
 
 
 class GenerationDefaults(Record, frozen=True):
@@ -34,10 +35,10 @@ class GenerationDefaults(Record, frozen=True):
 
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] = 1.0
     top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
-    top_k: Annotated[int, msgspec.Meta(ge=-1)] = 0
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=MAX_INTEGER)] = 0
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=100)] = 1.0
-    max_new_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_INTEGER)] | None = None
 
     def __str__(self) -> str:
         """Returns the values that differ from NEUTRAL, for a log line."""
@@ -55,11 +56,16 @@ def load_defaults(model_dir: Path) -> GenerationDefaults:
     path = model_dir / FILE
     content = read_json(path)
     known = {name: content.get(name) for name in GenerationDefaults.__struct_fields__}
-    given = {name: value for name, value in known.items() if value is not None}
+    given = {name: _whole(value) for name, value in known.items() if value is not None}
     try:
         return msgspec.convert(given, GenerationDefaults)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {error}; --generation-config none ignores the file") from None
+
+
+def _whole(value: object) -> object:
+    """Some files have 50.0 where an integer is meant, as it is in Python's arithmetic."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def overridden(defaults: GenerationDefaults, text: str) -> GenerationDefaults:

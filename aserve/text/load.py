@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import Tokenizer
 
 from aserve.config import ModelOptions
-from aserve.errors import ConfigError, InvalidRequest
+from aserve.errors import UNDECODABLE, ConfigError, InvalidRequest
 from aserve.parsers.registry import (
     NO_PARSERS,
     REASONING_PARSERS,
@@ -170,7 +170,7 @@ def _read_backend(model_dir: Path) -> Tokenizer:
     data = path.read_bytes()
     try:
         msgspec.json.decode(data, type=_TokenizerFile)
-    except ValueError as error:
+    except UNDECODABLE as error:
         raise ConfigError(f"{path}: {error}") from error
     try:
         return Tokenizer.from_buffer(data)

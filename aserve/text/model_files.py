@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from aserve.errors import ConfigError
+from aserve.json_file import read_json_object
 from aserve.text.template import RESERVED, ChatTemplate
 
 MARKS = ("{{", "{%", "{#")  # every template has one of them, and no sensible path does
@@ -37,14 +38,9 @@ TEMPLATES = {"qwen3-reranker": QWEN3_RERANKER}  # that --chat-template names
 def read_json(path: Path) -> dict[str, Any]:
     """Returns the JSON object of a file, or an empty one if the file does not exist."""
     try:
-        value = msgspec.json.decode(path.read_bytes())
+        return read_json_object(path)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: expected a JSON object, got {type(value).__name__}")
-    return value
 
 
 def read_object(text: str, where: str) -> dict[str, Any]:

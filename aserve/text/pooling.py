@@ -17,6 +17,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from aserve.errors import ConfigError, InvalidRequest
+from aserve.json_file import texts_in
 from aserve.messages.base import ArrayF32
 from aserve.text.model_files import read_json
 
@@ -123,8 +124,7 @@ def _activation(config: Mapping[str, Any]) -> Activation | None:
     name = newer or config.get("sbert_ce_default_activation_function")
     if isinstance(name, str):
         return "identity" if name.endswith("Identity") else "sigmoid"
-    architectures = config.get("architectures") or [""]
-    if str(architectures[0]).endswith("RewardModel"):
+    if any(name.endswith("RewardModel") for name in texts_in(config.get("architectures"))):
         return "identity"
     return PROBLEMS.get(str(config.get("problem_type")))
 

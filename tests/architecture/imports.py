@@ -11,6 +11,7 @@ from tests.architecture.source import FUNCTIONS, Finding, Module, dotted, is_und
 
 FIRST = (
     "aserve.errors",
+    "aserve.json_file",
     "aserve.config",
     "aserve.options.option",
     "aserve.messages",
@@ -101,6 +102,7 @@ REACH = {
     "aserve.picture": Reach(aserve=(), packages=PLAIN, not_stdlib=IMPURE),
     "aserve.channel": BORDER,
     "aserve.frames": BORDER,
+    "aserve.json_file": BORDER,
     "aserve.host": Reach(aserve=FIRST, packages=("uvloop", "huggingface_hub")),
     "aserve.amendments": BORDER,
     "aserve.request_stream": Reach(

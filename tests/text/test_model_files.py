@@ -147,13 +147,13 @@ def test_bos_is_added_when_the_settings_say_so(tmp_path: Path, has_bos: bool) ->
     assert (load_tokenizer(folder).encode("ab", with_special=True)[0] == 0) is has_bos
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", "[" * 100_000])
 def test_an_invalid_file_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         load_tokenizer(tmp_path)
     (with_tokenizer(tmp_path) / "generation_config.json").write_text("[1]")
-    with pytest.raises(ConfigError, match=r"generation_config\.json: expected a JSON object"):
+    with pytest.raises(ConfigError, match=r"generation_config\.json holds no JSON object"):
         load_tokenizer(tmp_path)
 
 
@@ -231,6 +231,13 @@ def test_without_the_file_or_with_do_sample_alone_the_defaults_are_neutral(tmp_p
     assert load_defaults(write(tmp_path, generation_config={"do_sample": False})) == NEUTRAL
 
 
+def test_integers_with_a_fraction_of_zero_are_integers(tmp_path: Path) -> None:
+    """transformers and vLLM read them."""
+    said = {"top_k": 50.0, "max_new_tokens": 9.0, "temperature": 1}
+    found = load_defaults(write(tmp_path, generation_config=said))
+    assert str(found) == "top_k=50 max_new_tokens=9"
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -238,6 +245,8 @@ def test_without_the_file_or_with_do_sample_alone_the_defaults_are_neutral(tmp_p
         ("temperature", "hot"),
         ("top_p", 1.5),
         ("top_k", 2.5),
+        ("top_k", float("inf")),
+        ("top_k", 10**30),
         ("min_p", True),
         ("repetition_penalty", 0),
         ("max_new_tokens", 0),

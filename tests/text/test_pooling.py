@@ -101,6 +101,7 @@ def test_a_model_without_segments_has_plain_ids(tmp_path: Path) -> None:
         ({"problem_type": "multi_label_classification"}, [0.0, 0.0], [0.5, 0.5]),
         ({"problem_type": "regression"}, [3.0], [3.0]),
         ({"architectures": ["Qwen2ForRewardModel"]}, [3.0], [3.0]),
+        ({"architectures": 5}, [0.0], [0.5]),
         ({"sentence_transformers": {"activation_fn": "torch.nn.Identity"}}, [3.0], [3.0]),
         ({"sbert_ce_default_activation_function": "torch.nn.Sigmoid"}, [0.0], [0.5]),
     ],

@@ -7,7 +7,6 @@ anything else is refused, because it would silently give other results than in P
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from torch import Tensor
 from aserve.errors import ConfigError
 from aserve.gpu.models.config.fields import Fields
 from aserve.gpu.weights.renamed import older_name
+from aserve.json_file import read_json_object
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -75,13 +75,9 @@ def read_adapter(directory: Path, *, max_rank: int) -> LoraAdapter:
 def _read_config(directory: Path) -> Fields:
     path = directory / CONFIG
     try:
-        with path.open("rb") as file:
-            values = json.loads(file.read(MAX_CONFIG_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{path} cannot be read: {reason}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds no JSON object")
+        values = read_json_object(path, max_bytes=MAX_CONFIG_BYTES)
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist") from None
     fields = Fields(values, source=str(path))
     if fields.text("peft_type", default="LORA") != "LORA":
         fields.refuse("peft_type", expected="LORA, which is the only type that is supported")

@@ -7,7 +7,6 @@ reader asks for that. Tensors in MXFP4 (`mxfp4.py`) are read as bfloat16.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor
 from aserve.errors import ConfigError
 from aserve.gpu.weights import fp8, int4, mxfp4
 from aserve.gpu.weights.quantized import Quantization, QuantizedWeight
+from aserve.json_file import read_json_file
 
 CPU = torch.device("cpu")
 SINGLE = "model.safetensors"
@@ -338,11 +338,10 @@ def _read_index(directory: Path) -> Mapping[str, str]:
         return {}
     path = directory / INDEX
     try:
-        weight_map = json.loads(path.read_bytes())["weight_map"]
+        index = read_json_file(path)
     except FileNotFoundError:
         raise ConfigError(f"{directory} has no {SINGLE} and no {INDEX}{_hint(directory)}") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is not a readable index: {error!r}") from error
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError(f"{path}: weight_map names no tensors")
     for name, file_name in weight_map.items():

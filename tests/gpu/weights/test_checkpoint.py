@@ -84,7 +84,13 @@ def test_an_index_cannot_lead_out_of_its_directory(file_name: object, tmp_path: 
     assert "a is said to be in" in refusal_of(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": [1]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "{}", '{"weight_map": {}}', '{"weight_map": [1]}'),
+        *("[" * 100_000, '{"weight_map": {"\\ud800": "1.safetensors"}}'),
+    ],
+)
 def test_a_spoiled_index_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text(text)
     assert INDEX in refusal_of(tmp_path)

@@ -5,13 +5,15 @@ Every error names the field, its value and what was expected. A null field count
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import NoReturn, TypeVar
 
 from aserve.errors import ConfigError
 
 T = TypeVar("T")
+
+MAX_INTEGER = (1 << 31) - 1  # no size or id of a model is larger
 
 
 class Fields:
@@ -32,6 +34,8 @@ class Fields:
         value = self._get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             self.refuse(name, expected=f"an integer of at least {minimum}")
+        if value > MAX_INTEGER:
+            self.refuse(name, expected=f"an integer of at most {MAX_INTEGER}")
         return value
 
     def number(self, name: str, *, default: float | None = None) -> float:
@@ -39,7 +43,7 @@ class Fields:
         value = self._get(name, default)
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             self.refuse(name, expected="a positive number")
-        if not (0 < value < math.inf):
+        if not (0 < value <= sys.float_info.max):
             self.refuse(name, expected="a positive number")
         return float(value)
 
@@ -74,6 +78,8 @@ class Fields:
             self.refuse(name, expected="a list of integers")
         if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
             self.refuse(name, expected="a list of integers")
+        if any(abs(value) > MAX_INTEGER for value in values):
+            self.refuse(name, expected=f"integers of at most {MAX_INTEGER}")
         return tuple(values)
 
     def texts(self, name: str, *, length: int | None = None) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ transformers. Fields of a single family are read in its own file.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from aserve.gpu.models.config.fields import Fields
 from aserve.gpu.models.config.layer_types import FULL, SLIDING
 from aserve.gpu.models.config.quantization import quantization_of
 from aserve.gpu.models.config.rope import longest_context, parse_rope, rotary_part
+from aserve.json_file import read_json_object
 
 # Other names of fields, by those that are read here (LongCat's and ModernBERT's configurations have
 # them).
@@ -71,13 +71,9 @@ class ModelConfig:
 def read_fields(model_dir: Path) -> Fields:
     path = model_dir / "config.json"
     try:
-        values = json.loads(path.read_bytes())
+        values = read_json_object(path)
     except FileNotFoundError:
         raise ConfigError(f"{model_dir} is not a model directory: it has no config.json") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds no JSON object")
     return Fields(values, source=str(path))
 
 

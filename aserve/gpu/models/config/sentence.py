@@ -5,7 +5,6 @@ sentence_bert_config.json.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from aserve.errors import ConfigError
 from aserve.gpu.models.config.fields import Fields
 from aserve.gpu.models.pooling import PoolingMode
+from aserve.json_file import read_json_file, read_json_object
 
 MODULES = "modules.json"
 LENGTHS = "sentence_bert_config.json"
@@ -105,21 +105,14 @@ def _dense(directory: Path) -> DenseModule:
 
 
 def _listed(path: Path) -> list[Mapping[str, object]]:
-    modules = _parsed(path)
+    modules = read_json_file(path)
     if not isinstance(modules, list) or not all(isinstance(each, dict) for each in modules):
         raise ConfigError(f"{path} holds no list of modules")
     return modules
 
 
 def _read(path: Path) -> Mapping[str, object]:
-    values = _parsed(path)
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds no JSON object")
-    return values
-
-
-def _parsed(path: Path) -> object:
     try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        return read_json_object(path)
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist") from None
