@@ -62,8 +62,8 @@ def plan_groups(
 ) -> tuple[GroupSpec, ...]:
     """Returns each group's number of pages, page 0 included: enough for one request of
     max_model_len, then as many as fit into the budget, up to what max_rows such requests can use.
-    A given `num_pages` is that of the group without a window, whatever the budget. Raises
-    ConfigError if one request does not fit.
+    A given `num_pages` is that of the group without a window. Raises ConfigError if one request, or
+    the given pages, do not fit.
     """
     if not layouts or layouts[0].window is not None or None in [x.window for x in layouts[1:]]:
         raise BugError(f"the first layer group, and no other, must be without a window: {layouts}")
@@ -88,10 +88,34 @@ def plan_groups(
         costs = [layout.bytes_per_page(page_size) for layout in layouts]
         counts = _share(needs, costs, budget_bytes=budget_bytes, max_model_len=max_model_len)
     # For each page of a windowed group a row holds one of the full group, so more would be unused.
-    return tuple(
+    groups = tuple(
         GroupSpec(name=layout.name, num_pages=min(count, counts[0]), window=layout.window)
         for layout, count in zip(layouts, counts, strict=True)
     )
+    if num_pages is not None:
+        _check_room(layouts, groups, page_size=page_size, budget_bytes=budget_bytes)
+    return groups
+
+
+def _check_room(
+    layouts: Sequence[GroupLayout],
+    groups: Sequence[GroupSpec],
+    *,
+    page_size: int,
+    budget_bytes: int,
+) -> None:
+    """NOTE: a device's pool may become resident as it is written, so that it can be allocated
+    though it does not fit."""
+    size_bytes = sum(
+        layout.bytes_per_page(page_size) * group.num_pages
+        for layout, group in zip(layouts, groups, strict=True)
+    )
+    if size_bytes > budget_bytes:
+        raise ConfigError(
+            f"--num-pages {groups[0].num_pages} takes {size_bytes // MIB:,} MiB of KV memory, but "
+            f"{budget_bytes // MIB:,} MiB are free; lower it or leave it out",
+            param="num_pages",
+        )
 
 
 def longest_context(

@@ -295,7 +295,7 @@ def assemble(
     pooled = model if isinstance(model, PooledModel) else generating(model)
     groups, loras = groups_of(model), live_loader.loras
     parts = _Parts(pooled.backbone, groups, mode, device, ops, options, pooled, drafter, loras)
-    num_pages, budget_bytes = options.num_pages, 0
+    num_pages, budget_bytes = options.num_pages, device.free_bytes()
     if num_pages is None:
         run_largest = functools.partial(_run_largest, parts)
         budget_bytes = device.kv_bytes(run_largest, share=options.memory_share)
@@ -305,7 +305,10 @@ def assemble(
         budget_bytes = options.ranks.least(
             budget_bytes // (options.num_processes if options.shares_memory else 1)
         )
-    what = "the KV does not fit beside the model; lower --num-pages or --gpu-memory-utilization"
+    what = (
+        "the engine's tables do not fit beside the model; lower --num-pages, --max-num-seqs or "
+        "--gpu-memory-utilization"
+    )
     with device.stream(), names_the_option(what):
         made = _make(parts, num_pages=num_pages, budget_bytes=budget_bytes)
         graphs = _graphs(parts, made)
@@ -414,7 +417,7 @@ def _run_largest(parts: _Parts) -> None:
     graphs, to measure their memory."""
     what = "attention's workspace does not fit beside the model; lower --max-num-seqs"
     with parts.device.stream(), names_the_option(what):
-        made = _make(parts, num_pages=MIN_PAGES, budget_bytes=0)
+        made = _make(parts, num_pages=MIN_PAGES, budget_bytes=parts.device.free_bytes())
         run_largest_steps(made.runner, parts.device, made.spec)
         if parts.options.ranks is ALONE:
             with torch.inference_mode():

@@ -107,12 +107,20 @@ def test_what_the_full_group_cannot_use_goes_to_the_windowed_groups() -> None:
     assert plan(FULL, deep, budget_bytes=cost((FULL, deep), most)) == most
 
 
-def test_an_explicit_number_of_pages_wins_over_budget_and_length() -> None:
-    full, windowed = plan(FULL, WINDOWED, num_pages=10)
+def test_an_explicit_number_of_pages_wins_over_the_length() -> None:
+    full, windowed = plan(FULL, WINDOWED, num_pages=10, budget_bytes=1 << 30)
     assert (full.num_pages, windowed.num_pages) == (10, 10)
-    assert plan(FULL, num_pages=5000)[0].num_pages == 5000
+    assert plan(FULL, num_pages=5000, budget_bytes=1 << 30)[0].num_pages == 5000
     with pytest.raises(ConfigError, match="--num-pages 1 leaves no page"):
         plan(FULL, num_pages=1)
+
+
+def test_more_pages_than_memory_has_are_refused_before_they_are_allocated() -> None:
+    layouts = FULL, WINDOWED
+    room = cost(layouts, plan(*layouts, num_pages=5000, budget_bytes=1 << 30))
+    assert plan(*layouts, num_pages=5000, budget_bytes=room)[0].num_pages == 5000
+    with pytest.raises(ConfigError, match=r"--num-pages 5000 takes 19 MiB .* 19 MiB are free"):
+        plan(*layouts, num_pages=5000, budget_bytes=room - 1)
 
 
 @pytest.mark.parametrize("layouts", [(), (WINDOWED,), (WINDOWED, FULL), (FULL, TOKENS_ONLY)])

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import re
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -25,6 +27,9 @@ from aserve.messages.base import pack_i32
 from aserve.messages.executor import EngineSpec
 from aserve.messages.results import StepFailed
 from aserve.messages.step import PageWrites, RowInit, ScheduleBatch, VerifyPlan
+
+# torch raises RuntimeError for the host's memory, and for sizes that no memory has.
+HOST_MEMORY = re.compile("can't allocate memory|size calculation overflowed")
 
 NOISY = RowInit(
     row=0,
@@ -110,9 +115,21 @@ def names_the_option(what: str) -> Iterator[None]:
     """Turns an out-of-memory error into a ConfigError. `what` says which option to change."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        reason = str(error).strip().splitlines()[0]
+    except (RuntimeError, OSError, MemoryError, OverflowError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"{what}, or take a smaller model: {reason}") from None
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    match error:
+        case OSError():
+            return error.errno == errno.ENOMEM
+        case torch.OutOfMemoryError() | MemoryError() | OverflowError():
+            return True
+        case _:
+            return HOST_MEMORY.search(str(error)) is not None
 
 
 def _run(

@@ -81,7 +81,9 @@ def assemble_mlx(model: MlxModel, options: BuildOptions, *, about: str) -> MlxEx
         spec,
         [group.layout(model.dtype.size) for group in groups],
         num_pages=options.num_pages,
-        budget_bytes=0 if options.num_pages is not None else _kv_bytes(options.memory_share),
+        budget_bytes=available_memory_bytes()
+        if options.num_pages is not None
+        else _kv_bytes(options.memory_share),
         may_shorten=options.max_model_len is None,
     )
     kv = PagedKv(
