@@ -13,8 +13,9 @@ import signal
 import sys
 
 from aserve.config import set_environment
+from aserve.errors import ConfigError
 from aserve.host.kernel_cache import kernel_cache
-from aserve.host.limits import usable_cpus
+from aserve.host.limits import num_processors, usable_cpus
 
 # PERF: OpenMP's threads spin while they wait for each other. By default they spin so long that they
 # use up the time slice of a busy neighbour: beside one on 2 cores the linears of a decode step of
@@ -43,8 +44,15 @@ logger = logging.getLogger(__name__)
 def prepare_process(threads: int | None) -> None:
     """Sets the variables that torch and numba read when they are imported; call it before.
 
-    A variable that the user has set stays, unless `threads` is given.
+    A variable that the user has set stays, unless `threads` is given. Raises ConfigError for more
+    threads than there are processors: they spin while they wait for each other, and take turns.
     """
+    if threads is not None and threads > (most := num_processors()):
+        raise ConfigError(
+            f"--threads {threads}: this process may run on {most} processors; give at most {most}, "
+            "or leave the option out",
+            param="threads",
+        )
     number = str(threads or usable_cpus())
     number = set_environment("OMP_NUM_THREADS", number, wins=threads is not None)
     if (

@@ -65,6 +65,13 @@ def num_cores(root: Path = Path("/")) -> int:
     return len({_siblings(root, cpu) for cpu in os.sched_getaffinity(0)})
 
 
+def num_processors() -> int:
+    """Returns the number of logical processors that this process may be scheduled on."""
+    if not hasattr(os, "sched_getaffinity"):  # not Linux
+        return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
+
+
 def cpu_quota(root: Path = Path("/")) -> float | None:
     """Returns the lowest quota of the enclosing groups in CPUs, or None if there is none."""
     quotas = (_quota(group) for group in enclosing_groups(root, "cpu"))

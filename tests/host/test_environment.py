@@ -15,9 +15,15 @@ from pathlib import Path
 
 import pytest
 
+from aserve.errors import ConfigError
 from aserve.host import environment
 from aserve.host import kernel_cache as kernel_cache_module
-from aserve.host.environment import PausedCollector, may_have_cuda, num_devices
+from aserve.host.environment import (
+    PausedCollector,
+    may_have_cuda,
+    num_devices,
+    prepare_process,
+)
 from aserve.host.kernel_cache import link_compiled_kernels
 
 PROGRAM = """
@@ -50,6 +56,12 @@ def test_threads_spinning_and_the_kernel_cache_are_set_before_the_libraries(tmp_
     assert (threads, spinning) == (["1", "1"], "10000")
     assert Path(cache).parent == tmp_path / "aserve"
     assert prepared(None, GOMP_SPINCOUNT="7", **environment) == ["3", "3", cache, "7"]
+
+
+def test_more_threads_than_processors_are_refused_in_words() -> None:
+    """Their start took longer than anyone waits."""
+    with pytest.raises(ConfigError, match=r"--threads 1025: this process may run on \d+ proc"):
+        prepare_process(1025)
 
 
 HUGE = """
