@@ -30,6 +30,7 @@ from aserve.http.connection import (
     listen,
     reason_of,
 )
+from aserve.http.control import profile
 from aserve.http.control.info import version
 from aserve.http.control.loads import load_reporter
 from aserve.http.cors import add_cors_headers, is_preflight, preflight_response
@@ -116,7 +117,7 @@ def create_app(context: HttpContext) -> web.Application:
     app[ABORTS] = Aborts(context.gateway, context.calls)
     app[HOSTS] = AllowedHosts(options)
     app[DESCRIPTION] = ApiDescription(routes, options, version=version())
-    for part in (websocket, streams, batches):
+    for part in (websocket, streams, batches, profile):
         part.set_up(app, context)
     handlers = {handler_of(route, context): route for route in routes}
     app.add_routes([web.route(route.method, route.path, h) for h, route in handlers.items()])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from aserve.config import Facts, Raw, resolve, shown_settings
-from aserve.errors import EngineDead, ErrorInfo
+from aserve.errors import ConfigError, EngineDead, ErrorInfo
 from aserve.http.control.weights import ELSEWHERE
 from aserve.http.errors import refused
 from aserve.messages.changes import EngineJob, LoadWeights
@@ -53,6 +53,14 @@ async def test_a_flush_separates_earlier_from_later_prompts_also_those_with_a_sa
         assert len(set(namespaces)) == 4
         # A salt cannot name a later epoch, because nobody knows its name before.
         assert not {namespaces[2], namespaces[3]} & {"", "x"}
+
+
+@pytest.mark.parametrize("folder", ["/proc/traces", "/dev/null"])
+async def test_a_folder_in_which_no_trace_can_be_written_ends_the_start(folder: str) -> None:
+    """The first profile would be lost when it is written."""
+    with pytest.raises(ConfigError, match=f"--profile-dir {folder}: traces cannot be written"):
+        async with EchoEngine(profile_dir=folder):
+            pass
 
 
 class WaitingFinder(FactFinder):

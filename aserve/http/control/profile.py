@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import msgspec
 from aiohttp import web
 
-from aserve.errors import ErrorInfo
+from aserve.errors import ConfigError, ErrorInfo
 from aserve.http.body import read_body
 from aserve.http.delivery import json_response
 from aserve.http.errors import RequestFailed, refused
@@ -43,6 +44,22 @@ class ProfileAnswer(msgspec.Struct, omit_defaults=True):
     success: bool
     message: str
     path: str = ""
+
+
+def set_up(_: web.Application, context: HttpContext) -> None:
+    """Makes the directory, and sees whether files can be written there."""
+    folder = context.options.profile_dir
+    if folder is None:
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--profile-dir {folder}: traces cannot be written there: {error.strerror}",
+            param="profile_dir",
+        ) from None
 
 
 async def start(request: web.Request, context: HttpContext) -> web.Response:
