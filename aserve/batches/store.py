@@ -7,6 +7,7 @@ sees half of another one. What a call has returned outlives a crash of the proce
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import os
 import sqlite3
@@ -45,6 +46,8 @@ ENDS: dict[BatchStatus, BatchStatus] = {
 }
 TABLES: dict[type, str] = {FileObject: "files", BatchObject: "batches"}
 RETRY_AFTER_S = 60.0
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+SQLITE_FULL = "database or disk is full"  # SQLite's text for its error of this kind
 
 
 class Owned(msgspec.Struct, frozen=True):
@@ -98,7 +101,7 @@ class Store:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise CapacityError(
                 f"The server cannot use its files: {reason}. Try again later.",
-                code="files_full",
+                code="files_full" if _is_full(error) else "files_unusable",
                 retry_after_s=RETRY_AFTER_S,
             ) from error
 
@@ -257,6 +260,11 @@ class Store:
         with self.path_of(record.id).open("wb") as content:
             content.writelines(data + b"\n" for (data,) in itertools.chain((first,), results))
         return self.add_file(record, owner).id
+
+
+def _is_full(error: OSError | sqlite3.OperationalError) -> bool:
+    """Returns whether room is what is missing."""
+    return error.errno in NO_ROOM if isinstance(error, OSError) else str(error) == SQLITE_FULL
 
 
 def new_id(kind: str) -> str:

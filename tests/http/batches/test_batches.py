@@ -6,6 +6,7 @@ import asyncio
 import errno
 import itertools
 import json
+import os
 import sqlite3
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -416,16 +417,33 @@ async def test_a_file_whose_name_is_not_utf8_is_kept(tmp_path: Path) -> None:
         assert (await response.json())["filename"] == "a\\udcff"
 
 
-async def test_an_upload_to_a_full_disk_is_refused_until_there_is_room(tmp_path: Path) -> None:
+async def test_an_upload_to_a_folder_that_is_away_is_refused_and_not_called_full(
+    tmp_path: Path,
+) -> None:
     async with EchoEngine(files_dir=str(tmp_path)) as echo:
         contents = tmp_path / "contents"
         contents.rename(tmp_path / "away")
         client = echo.client.with_options(max_retries=0)
         with pytest.raises(openai.InternalServerError, match="cannot use its files") as refused:
             await client.files.create(file=("a", b"x"), purpose="batch")
-        assert (refused.value.status_code, refused.value.code) == (503, "files_full")
+        assert (refused.value.status_code, refused.value.code) == (503, "files_unusable")
         (tmp_path / "away").rename(contents)
         await client.files.create(file=("a", b"x"), purpose="batch")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+async def test_an_upload_without_room_is_called_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    async with EchoEngine(files_dir=str(tmp_path)) as echo:
+        monkeypatch.setattr(Store, "append", full)
+        client = echo.client.with_options(max_retries=0)
+        with pytest.raises(openai.InternalServerError, match="cannot use its files") as refused:
+            await client.files.create(file=("a", b"x"), purpose="batch")
+        assert (refused.value.status_code, refused.value.code) == (503, "files_full")
 
 
 @pytest.mark.parametrize("method", ["add_file", "add_batch", "save_batch", "delete_file"])
