@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import signal
 import socket
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -31,6 +32,9 @@ from aserve.messages.executor import EngineSpec
 from aserve.messages.output import DetokenizerEvent
 from aserve.messages.requests import AdmitRequest, EngineEvent
 from aserve.observability.reports import EngineReport
+
+# Ends a replica that still imports, and so reads nothing; one that reads ignores it.
+END_OF_IMPORT = signal.SIGUSR1
 
 
 class Start(Message, frozen=True):

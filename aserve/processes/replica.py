@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 
 from aserve.cli import guarded
@@ -18,7 +19,7 @@ from aserve.host.environment import collect_rarely
 from aserve.host.logs import start_logging
 from aserve.http.peers import Peers
 from aserve.processes.engine_process import socket_of_stdin
-from aserve.processes.link import StartReplica
+from aserve.processes.link import END_OF_IMPORT, StartReplica
 from aserve.program import end_process
 
 
@@ -41,6 +42,8 @@ def _serve(start: StartReplica, router: socket.socket) -> int:
     debug = start.resolved.debug
     start_logging(debug.log_level or "info", debug.log_format)
     from aserve.server import serve  # it imports what reads the environment
+
+    signal.signal(END_OF_IMPORT, signal.SIG_IGN)  # from here on the router's byte is read
 
     router_pid = os.getppid()
     try:

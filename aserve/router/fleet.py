@@ -32,7 +32,7 @@ from aserve.host.environment import LIBRARY, may_have_cuda, num_devices
 from aserve.host.limits import usable_cpus
 from aserve.http.peers import Peers
 from aserve.processes.engine_process import END_S, Restarts, ended, spawned
-from aserve.processes.link import StartReplica
+from aserve.processes.link import END_OF_IMPORT, StartReplica
 from aserve.router.upstream import UNIX
 
 REPLICA = (sys.executable, "-m", "aserve.processes.replica")
@@ -55,14 +55,17 @@ class Member:
     process: subprocess.Popen[bytes]
     link: socket.socket
     is_leaving: bool = False
+    is_ready: bool = False  # the process that it has now
     has_served: bool = False
 
     def leave(self) -> None:
-        """Asks the process to drain and end."""
+        """Asks the process to drain and end, or ends it while it imports the server."""
         if not self.is_leaving:
             self.is_leaving = True
             with contextlib.suppress(OSError):  # it has ended already
                 self.link.send(LEAVE)
+            if not self.is_ready:
+                self.process.send_signal(END_OF_IMPORT)
 
     def end(self) -> None:
         """Asks the process, which drains, to end at once."""
@@ -218,6 +221,7 @@ class Fleet:
             if self._leaves(member):  # it was removed while there was no process
                 break
             member.process, member.link = self._spawned(member.place, member.address)
+            member.is_ready = False
         del self._members[member.address]
         self._registry.left(member.address)
         if not self._is_ending and (self.exit_code != 0 or not self._members):
@@ -234,7 +238,7 @@ class Fleet:
         with contextlib.suppress(OSError):
             while await loop.sock_recv(member.link, 1):
                 ready_s = time.monotonic()
-                member.has_served = True
+                member.is_ready = member.has_served = True
                 self._registry.ready(member.address)
                 if all(each.has_served for each in self._members.values()):
                     self.serving.set()

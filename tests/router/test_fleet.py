@@ -104,6 +104,18 @@ async def test_replicas_that_drain_end_at_once_when_their_fleet_is_closed() -> N
     assert [each.process.returncode for each in members] == [0, 0], "none was killed"
 
 
+async def test_replicas_that_still_import_are_not_waited_for() -> None:
+    """They read what they are told once they have imported the server, which takes seconds."""
+    own = opened("import time; time.sleep(30)", lambda *_: None)
+    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+        group.create_task(own.run())
+        while not own._members:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        own.leave()
+        await own.ended.wait()
+    assert not own.failed.is_set()
+
+
 class Draining:
     """A fleet whose replicas drain until it is closed. `calls` has what it was told, and when."""
 
