@@ -58,6 +58,7 @@ def test_help_shows_every_option_of_the_command_with_its_text(
         (["serve", "--prot", "1"], "unknown option --prot; did you mean --port?"),
         (["serve", "--max-runing-requests", "1"], "did you mean --max-running-requests?"),
         (["serve", "--page-size", "99"], "--page-size 99: must be an integer from 1 to 64"),
+        (["serve", "--max-queue", str(1 << 63)], f"an integer of at most {(1 << 63) - 1}"),
         (["serve", "--page-size"], "--page-size"),
         (["serve", "a", "b"], "unexpected argument 'b'"),
         (["generate", "x", "--port", "1"], "unknown option --port"),

@@ -51,6 +51,8 @@ ACCEPTS = 32  # connections that are accepted in one iteration of the loop, abou
 MAX_SURPLUS = 64  # connections above the limit that still get a 503
 SURPLUS_S = 1.0
 OTHER_FILES = 256  # files of the model and the loop, listening sockets, and pipes to workers
+# The same where files are few: a server has 50 open, and MAX_SURPLUS connections.
+LEAST_OTHER_FILES = 128
 
 
 async def join_none() -> None:
@@ -214,7 +216,8 @@ def descriptors_for(max_connections: int) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
     if allowed >= wanted:
         return max_connections
-    fitting = max(1, allowed - OTHER_FILES)
+    reserved = min(OTHER_FILES, max(LEAST_OTHER_FILES, allowed // 2))
+    fitting = max(1, allowed - reserved)
     logger.warning(
         "open_files=%s leave room for max_connections=%s instead of %s",
         allowed,

@@ -16,6 +16,7 @@ from aserve.errors import ConfigError
 T = TypeVar("T")
 
 ENV_PREFIX = "ASERVE_"
+MAX_INTEGER = (1 << 63) - 1  # what a message between processes can carry
 TRUE_WORDS = frozenset({"1", "true", "yes", "on"})
 TITLES = {"Kv": "KV cache", "Graph": "CUDA graphs", "Prompt": "Prompts"}
 FALSE_WORDS = frozenset({"0", "false", "no", "off"})
@@ -111,13 +112,15 @@ def parse_value(option: Option, value: object, *, where: str) -> object:
         value = option.limits.value_aliases.get(value, value)
     try:
         parsed = _converted(option.kind, value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ConfigError(f"{shown}: must be {_kind_words(option)}") from None
     limits = option.limits
     if limits.choices and parsed not in limits.choices:
         raise ConfigError(f"{shown}: must be one of {', '.join(limits.choices)}")
     if isinstance(parsed, int | float) and not limits.low <= parsed <= limits.high:
         raise ConfigError(f"{shown}: must be {_kind_words(option)}")
+    if isinstance(parsed, int) and abs(parsed) > MAX_INTEGER:
+        raise ConfigError(f"{shown}: must be an integer of at most {MAX_INTEGER}")
     return parsed
 
 

@@ -98,5 +98,6 @@ def _compiled(source: str, where: str) -> jinja2.Template:
         raise ConfigError(
             f"the chat template of {where} has an error in line {error.lineno}: {error.message}"
         ) from error
-    except jinja2.TemplateError as error:
+    # Python cannot compile what is nested too deeply.
+    except (jinja2.TemplateError, RecursionError, SyntaxError, MemoryError) as error:
         raise ConfigError(f"the chat template of {where} cannot be used: {error}") from error

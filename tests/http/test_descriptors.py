@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from aserve.http.connection import OTHER_FILES, descriptors_for
+from aserve.http.connection import LEAST_OTHER_FILES, OTHER_FILES, descriptors_for
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,8 @@ from aserve.http.connection import OTHER_FILES, descriptors_for
         (1024, 2048, 4096, 2048, 2048 - OTHER_FILES),
         (1024, resource.RLIM_INFINITY, 4096, 4096 + OTHER_FILES, 4096),
         (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 4096, None, 4096),
+        (256, 256, 4096, 256, 128),
+        (200, 200, 4096, 200, 200 - LEAST_OTHER_FILES),
         (64, 64, 4096, 64, 1),
     ],
 )

@@ -104,9 +104,18 @@ def test_the_size_of_a_prompt_is_bounded() -> None:
     assert len(template.render([])) == 999_990
 
 
-def test_a_template_that_cannot_be_read_is_an_error_at_start() -> None:
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for %}",
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+        "{% for a in range(9) %}" * 25 + "{% endfor %}" * 25,
+    ],
+    ids=["syntax", "deep expression", "nested loops"],
+)
+def test_a_template_that_cannot_be_read_is_an_error_at_start(source: str) -> None:
     with pytest.raises(ConfigError, match="chat template"):
-        ChatTemplate("{% for %}")
+        ChatTemplate(source)
 
 
 def test_variables_of_a_request_reach_the_template_and_replace_nothing_of_its_own() -> None:
