@@ -26,7 +26,7 @@ IGNORED = web.RequestKey("ignored", str)  # the X-Ignored-Params header: unknown
 
 MAX_SHOWN = 200  # characters of input in a message: an error must not echo a whole body
 MISSING = re.compile(r"Object missing required field `([^`]*)`")
-PLACE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
+PLACE = re.compile(r" - at (?:`key` in )?`\$([^`]*)`$")
 BYTE = re.compile(r"\(byte (\d+)\)")
 
 
@@ -86,7 +86,7 @@ def invalid_json(reason: str, data: bytes) -> InvalidRequest:
 
 def wrong_field(reason: str, where: str) -> InvalidRequest:
     place = PLACE.search(reason)
-    path = where + (place[1] if place else "")
+    path = (where + (place[1] if place else "")).removeprefix(".")
     missing = MISSING.match(reason)
     if missing:
         param = f"{path}.{missing[1]}" if path else missing[1]

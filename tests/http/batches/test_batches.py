@@ -417,6 +417,14 @@ async def test_a_file_whose_name_is_not_utf8_is_kept(tmp_path: Path) -> None:
         assert (await response.json())["filename"] == "a\\udcff"
 
 
+async def test_a_wrong_field_of_a_line_is_named_with_its_whole_path(tmp_path: Path) -> None:
+    async with EchoEngine(files_dir=str(tmp_path)) as echo:
+        batch = await create(echo.client, line("a", {"prompt": 5}))
+        batch = await ended(echo.client, batch)
+        (result,) = await results(echo.client, batch.error_file_id)
+        assert result["response"]["body"]["error"]["param"] == "body.prompt"
+
+
 async def test_an_upload_to_a_folder_that_is_away_is_refused_and_not_called_full(
     tmp_path: Path,
 ) -> None:
