@@ -1,5 +1,6 @@
 """What an engine is sized to."""
 
+import errno
 import logging
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 
 from aserve.errors import ConfigError
 from aserve.gpu.build import BuildOptions, assemble, build_executor
+from aserve.gpu.cudagraph.warmup import names_the_option
 from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.device.cpu.weights import SMALL_MIXED_PREFILL_TOKENS
@@ -67,3 +69,26 @@ def test_prompts_beside_decodes_are_bounded_as_asked_or_as_suits_the_model(
     options = BuildOptions(MODEL_DIR, num_pages=8, max_mixed_prefill_tokens=given)
     expected = given or SMALL_MIXED_PREFILL_TOKENS
     assert build_executor(options).spec.max_mixed_prefill_tokens == expected
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        RuntimeError("Storage size calculation overflowed with sizes=[9]"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        MemoryError(),
+        OverflowError("memory mapped size is too large"),
+    ],
+    ids=["torch", "overflow", "mmap", "python", "size"],
+)
+def test_memory_of_the_host_that_is_missing_names_the_option_to_lower(error: Exception) -> None:
+    complaint = "lower --x, or take a smaller model: "
+    with pytest.raises(ConfigError, match=complaint), names_the_option("lower --x"):
+        raise error
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), OSError(errno.EIO, "broken")])
+def test_other_errors_are_not_called_a_lack_of_memory(error: Exception) -> None:
+    with pytest.raises(type(error), match=str(error.args[-1])), names_the_option("lower --x"):
+        raise error
