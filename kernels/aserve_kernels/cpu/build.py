@@ -30,7 +30,7 @@ from numba.core import config
 from numba.core.registry import cpu_target
 
 from aserve_kernels.cpu.chunk_attention import compile_chunk_attention
-from aserve_kernels.cpu.decoder_forward import compile_decoder_forward
+from aserve_kernels.cpu.decoder_forward import compile_decoder_forward, compile_decoder_layers
 from aserve_kernels.cpu.draft_forward import compile_draft_forward
 from aserve_kernels.cpu.draw import compile_draw
 from aserve_kernels.cpu.gated_mul import compile_gated_mul
@@ -49,13 +49,14 @@ Tasks: TypeAlias = "deque[list[KernelVariant]]"
 
 # The slowest kernels come first, so that no worker is left alone with one at the end.
 COMPILERS: Mapping[str, Callable[[torch.dtype, int], None]] = {
-    "decoder_forward": compile_decoder_forward,
-    "decoder_forward_fp8": partial(compile_decoder_forward, kv_dtype=torch.float8_e4m3fn),
-    "decoder_forward_bfloat16": partial(compile_decoder_forward, kv_dtype=torch.bfloat16),
+    "decoder_layers": compile_decoder_layers,
+    "decoder_layers_fp8": partial(compile_decoder_layers, kv_dtype=torch.float8_e4m3fn),
+    "decoder_layers_bfloat16": partial(compile_decoder_layers, kv_dtype=torch.bfloat16),
     "draft_forward": lambda dtype, _: compile_draft_forward(dtype),
     "paged_attention": compile_paged_attention,
     "paged_attention_fp8": partial(compile_paged_attention, kv_dtype=torch.float8_e4m3fn),
     "paged_attention_bfloat16": partial(compile_paged_attention, kv_dtype=torch.bfloat16),
+    "decoder_forward": lambda dtype, _: compile_decoder_forward(dtype),
     "chunk_attention": compile_chunk_attention,
     "chunk_attention_fp8": partial(compile_chunk_attention, kv_dtype=torch.float8_e4m3fn),
     "chunk_attention_bfloat16": partial(compile_chunk_attention, kv_dtype=torch.bfloat16),

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -111,7 +112,17 @@ LORA_LAYERS = ("qkv", "out", "gate_up", "down")  # the order of a layer's record
 NO_LORAS = np.empty(0, LORA)
 
 
-@dataclass(frozen=True, slots=True)
+# The record of a Tables: the addresses of its arrays, and how many elements they have.
+TABLES: Any = np.dtype(
+    [
+        *[(name, np.int64) for name in ("model", "layers", "num_layers", "loras", "num_loras")],
+        *[(name, np.int64) for name in ("captured", "num_captured")],
+    ]
+)
+WORD_BYTES = 8
+
+
+@dataclass(frozen=True)
 class Tables:
     """The caller keeps the memory alive that the records point to."""
 
@@ -121,6 +132,54 @@ class Tables:
     kv_dtype: torch.dtype
     loras: Records  # [layers * 4] LORA, or none if no token has an adapter
     captured: Int64s  # the layers after which the residual stream is an output
+
+    @cached_property
+    def words(self) -> Int64s:
+        """Those of a record TABLES."""
+        arrays = (self.layers, self.loras, self.captured)
+        refs = [word for array in arrays for word in (array.ctypes.data, len(array))]
+        return np.array([self.model.ctypes.data, *refs], np.int64)
+
+    @cached_property
+    def hidden_size(self) -> int:
+        return int(self.model["hidden"][0])
+
+    @cached_property
+    def vocab_size(self) -> int:
+        return int(self.model["vocab"][0])
+
+    @cached_property
+    def joined_size(self) -> int:
+        return int(self.model["joined"][0])
+
+    @cached_property
+    def num_wide(self) -> int:
+        """How many float32 the buffers of a forward have for each token."""
+        model = self.model[0]
+        num_heads = model["heads"] + 2 * model["kv_heads"] * model["stores_kv"]
+        return int(2 * model["hidden"] + num_heads * model["head_dim"] + 2 * model["inner"])
+
+    @cached_property
+    def num_narrow(self) -> int:
+        """How many elements of the model's dtype they have for each token."""
+        model = self.model[0]
+        return int(model["heads"] * model["head_dim"] + model["inner"])
+
+
+class Inputs(NamedTuple):
+    """What the layers of one forward read. Tokens of a row are its last ones, or, where the layers
+    store nothing, have the row's last position."""
+
+    ids: Int64s  # [tokens]
+    hiddens: Floats  # [tokens, joined], of a model that reads hidden states
+    rows: Int64s  # [rows]
+    lens: Int64s  # [rows], with these tokens
+    starts: Int64s  # [rows], the first token of each
+    query_lens: Int64s  # [rows]
+    # How many last tokens of each row the caller reads: all, or fewer where nothing is captured and
+    # the model is causal.
+    num_read: Int64s
+    slots: Int64s  # [tokens] of adapters, if there are any
 
 
 class Buffers(NamedTuple):
@@ -136,32 +195,18 @@ class Buffers(NamedTuple):
 
 
 @njit(nogil=True)
-def num_wide(num_tokens: int, model: Any) -> int:
-    """Returns how many float32 the buffers of a forward have."""
+def buffers_in(
+    wide: Float32s, narrow_: Floats, hidden: Float32s, model: Any, kv: Floats
+) -> Buffers:
+    """Divides memory of `Tables.num_wide` and `num_narrow` elements for each token. `hidden` is its
+    first part, or comes from elsewhere; `kv` is like KV."""
+    num_tokens, size = hidden.shape[0], hidden.size
     num_heads = model.heads + 2 * model.kv_heads * model.stores_kv
-    size: int = num_tokens * (2 * model.hidden + num_heads * model.head_dim + 2 * model.inner)
-    return size
-
-
-@njit(nogil=True)
-def num_narrow(num_tokens: int, model: Any) -> int:
-    """Returns how many elements of the model's dtype the buffers of a forward have."""
-    size: int = num_tokens * (model.heads * model.head_dim + model.inner)
-    return size
-
-
-@njit(nogil=True)
-def buffers_in(wide: Float32s, narrow_: Floats, num_tokens: int, model: Any, kv: Floats) -> Buffers:
-    """Divides memory of the sizes that `num_wide` and `num_narrow` return. `kv` is like KV."""
-    num_heads = model.heads + 2 * model.kv_heads * model.stores_kv
-    size, heads_size = num_tokens * model.hidden, num_tokens * num_heads * model.head_dim
-    gate_size, attended_size = (
-        num_tokens * 2 * model.inner,
-        num_tokens * model.heads * model.head_dim,
-    )
+    heads_size, gate_size = num_tokens * num_heads * model.head_dim, num_tokens * 2 * model.inner
+    attended_size = num_tokens * model.heads * model.head_dim
     rest = wide[2 * size :]
     return Buffers(
-        wide[:size].reshape((num_tokens, model.hidden)),
+        hidden,
         narrow_[:attended_size].reshape((num_tokens, model.heads, model.head_dim)),
         narrow_[attended_size:][: num_tokens * model.inner].reshape((num_tokens, model.inner)),
         rest[:heads_size].reshape((num_tokens, num_heads, model.head_dim)),
@@ -173,21 +218,17 @@ def buffers_in(wide: Float32s, narrow_: Floats, num_tokens: int, model: Any, kv:
 
 @njit(nogil=True)
 def run_layers(
-    ids: Int64s, hiddens: Floats, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
-    num_read: Int64s, slots: Int64s, model: Any, layers: Records, loras: Records, captured: Int64s,
-    out: Floats, streams: Floats, buffers: Buffers, team: Team,
+    inputs: Inputs, model: Any, layers: Records, loras: Records, captured: Int64s, out: Floats,
+    streams: Floats, buffers: Buffers, team: Team,
 ) -> None:  # fmt: skip
     """Writes the output of the layers, [tokens, hidden], and the captured residual streams. All
     workers have written when it returns.
 
-    num_read [rows] is how many last tokens of each row the caller reads: all, or fewer where
-    nothing is captured and the model is causal. Their outputs come first in `out`, row after row,
-    and the last layer computes no more of the others than keys and values. ids [tokens]; without
-    embeddings, buffers.hidden has the residual stream that the layers begin with; hiddens [tokens,
-    joined] of a model that reads hidden states, which has a team of one; lens [rows], with these
-    tokens; slots [tokens] of adapters, if there are any. Tokens of a row are its last ones, or,
-    where the layers store nothing, have the row's last position.
+    Outputs that the caller reads come first in `out`, row after row, and the last layer computes no
+    more of the others than keys and values. Without embeddings, buffers.hidden has the residual
+    stream that the layers begin with. A model that reads hidden states has a team of one.
     """
+    ids, hiddens, rows, lens, starts, query_lens, num_read, slots = inputs
     num_tokens = ids.shape[0]
     worker, num_workers = team.worker, team.num_workers
     first, last = share_of(num_tokens, team)
@@ -198,18 +239,17 @@ def run_layers(
     own_slots = slots[first:last]
     num_heads, num_kept = heads.shape[1], num_read.sum()
     query_starts, num_queries = starts, query_lens
-    inputs = x
+    source = x
     if model.embeddings == 0:
         _norm_rows(own_hidden, model, own)
     elif model.joined == 0:
         _embed(ids[first:last], model, own_hidden, own)
     else:
-        inputs = _join(ids, hiddens, model, hidden, x)
+        source = _join(ids, hiddens, model, hidden, x)
     meet(team)
     for index in range(layers.shape[0]):
         layer = layers[index]
         flat_heads = heads.reshape((num_tokens, num_heads * model.head_dim))
-        source = inputs if index == 0 else x
         multiply_by(layer.qkv, source, flat_heads, worker, num_workers)
         meet(team)
         _add_lora(source[first:last], own_slots, loras, 4 * index, flat_heads[first:last])
@@ -258,6 +298,7 @@ def run_layers(
         for number in range(captured.shape[0]):
             if captured[number] == index:
                 narrow(own_hidden.reshape(-1), streams[number][first:last].reshape(-1))
+        source = x
         meet(team)
 
 

@@ -8,28 +8,37 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, types
+from numba import from_dtype, njit, types
 from torch import Tensor
 
-from aserve_kernels.cpu.bf16 import Floats, as_array, narrow, numba_type
-from aserve_kernels.cpu.decoder_forward import COLUMN, RECORDS
+from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, empty_array, narrow, numba_type
+from aserve_kernels.cpu.callback import call_at
 from aserve_kernels.cpu.decoder_layers import (
+    LAYER,
     MAX_LOGITS_ROWS,
+    MODEL,
     NO_IDS,
+    Inputs,
     Records,
     Tables,
     logits_of,
-    num_narrow,
-    num_wide,
     store_keys,
 )
 from aserve_kernels.cpu.host_rows import Int64s, QueryRows
-from aserve_kernels.cpu.layers_function import call_layers, layers_function
-from aserve_kernels.cpu.memory import array_at
+from aserve_kernels.cpu.layers_function import (
+    CALL_LIKE,
+    COLUMN,
+    NUM_WORDS,
+    Results,
+    empty_results,
+    layers_function,
+    note_layers,
+    types_of,
+)
+from aserve_kernels.cpu.memory import INT64_LIKE, array_at, scratch
 from aserve_kernels.cpu.precompile import cached_njit, compile_ahead
 from aserve_kernels.cpu.product import multiply_by
 from aserve_kernels.cpu.rejection import draw_draft
-from aserve_kernels.cpu.team import Team
 from aserve_kernels.draft_chain import ChainKind
 
 
@@ -48,11 +57,15 @@ def draft_chain(
 ) -> None:
     """Draws num_drafts tokens for each row and writes them to the relay. `relay` [max_rows + 1,
     size] has the rows' hidden states, for kinds that read them."""
-    hidden = torch.empty((0, 0), dtype=tables.dtype) if relay is None else relay
-    own = (rows.rows, rows.kv_lens, rows.is_bound, rows.num_drafts, as_array(hidden))
+    num_rows = len(rows.rows)
+    results, function = empty_results(tables, num_rows), layers_function(tables.dtype, tables.dtype)
+    hiddens = empty_array((num_rows, tables.joined_size), tables.dtype)
+    stored = hiddens if relay is None else as_array(relay)
+    ids, ends, ones = np.empty_like(rows.rows), np.empty_like(rows.rows), np.ones_like(rows.rows)
+    inputs = Inputs(ids, hiddens, rows.rows, ends, np.arange(num_rows), ones, ones, NO_IDS)
+    own = (rows.kv_lens, rows.is_bound, rows.num_drafts, stored)
     shape = (kind.num_skipped, kind.start, int(kind.moves))
-    function = layers_function(tables.dtype, tables.dtype).address
-    _chain(function, *own, *shape, tables.model, tables.layers, tables.loras)
+    _chain(function.address, tables.words, tables.model, *own, *shape, *inputs, *results)
 
 
 def draw_drafts(
@@ -76,31 +89,30 @@ def store_inputs(inputs: Tensor, rows: QueryRows, tables: Tables) -> None:
 
 def compile_draft_forward(dtype: torch.dtype) -> None:
     table = types.Array(numba_type(dtype), 2, "C")
-    models, layers, loras = RECORDS
+    models, layers = [types.Array(from_dtype(kind), 1, "C") for kind in (MODEL, LAYER)]
     layers_function(dtype, dtype)
-    own = (types.int64, *[COLUMN] * 4, table)
-    compile_ahead(_chain, *own, *[types.int64] * 3, models, layers, loras)
+    own = (types.int64, COLUMN, models, *[COLUMN] * 3, table, *[types.int64] * 3)
+    compile_ahead(_chain, *own, *types_of(dtype))
     compile_ahead(_draw, table, *[COLUMN] * 3, models, COLUMN)
     compile_ahead(_store, table, *[COLUMN] * 4, models, layers)
 
 
 @cached_njit(nogil=True)
 def _chain(
-    function: int, rows: Int64s, kv_lens: Int64s, is_bound: Int64s, num_drafts: Int64s,
-    relay: Floats, num_skipped: int, start: int, moves: int,
-    models: Records, layers: Records, loras: Records,
+    function: int, tables: Int64s, models: Records, kv_lens: Int64s, is_bound: Int64s,
+    num_drafts: Int64s, relay: Floats, num_skipped: int, start: int, moves: int, ids: Int64s,
+    hidden: Floats, rows: Int64s, ends: Int64s, starts: Int64s, query_lens: Int64s,
+    num_read: Int64s, slots: Int64s, out: Floats, streams: Floats, wide: Float32s, narrow_: Floats,
+    stream: Float32s, meeting: Int64s,
 ) -> None:  # fmt: skip
-    model, num_rows = models[0], rows.shape[0]
+    """Writes ids, hidden and ends, [rows], of which each forward reads the first ones."""
+    words = scratch((NUM_WORDS,), INT64_LIKE)
+    inputs = Inputs(ids, hidden, rows, ends, starts, query_lens, num_read, slots)
+    note_layers(words, tables, inputs, Results(out, streams, wide, narrow_, stream, meeting))
+    call = array_at(words.ctypes.data, (1,), CALL_LIKE)[0]
+    model, num_rows, lens = models[0], rows.shape[0], kv_lens.copy()
     drafts = array_at(model.drafts, (model.table_rows, model.max_drafts), rows)
     last_token = array_at(model.last_token, (model.table_rows,), rows)
-    lens, ids, ones = kv_lens.copy(), np.empty_like(rows), np.ones_like(rows)
-    starts, ends = np.arange(num_rows), np.empty_like(rows)
-    hidden = np.empty((num_rows, model.joined), relay.dtype)
-    out = np.empty((num_rows, model.hidden), relay.dtype)
-    no_streams = np.empty((0, 0, 0), relay.dtype)
-    wide = np.empty(num_wide(num_rows, model), np.float32)
-    narrow_ = np.empty(num_narrow(num_rows, model), relay.dtype)
-    team = Team(0, 1, NO_IDS)  # of one worker, who meets nobody
     for r in range(num_rows):
         if is_bound[r] != 0:
             lens[r] = array_at(model.seq_len, (model.table_rows,), rows)[rows[r]]
@@ -113,11 +125,8 @@ def _chain(
         if depth >= num_skipped:
             for r in range(num):
                 ends[r] = lens[r] + start + 1 + depth * moves
-            call_layers(
-                function, ids[:num], hidden[:num], rows[:num], ends[:num], starts[:num], ones[:num],
-                ones[:num], NO_IDS, models, layers, loras, NO_IDS, out[:num], no_streams, wide,
-                narrow_, team,
-            )  # fmt: skip
+            call.num_tokens = call.num_rows = num
+            call_at(function, (words.ctypes.data, 0, 1))
             source = out[:num]
         draw_rows(source, rows[:num], lens[:num] + depth + 1, lens[:num], model, ids)
         for r in range(num):

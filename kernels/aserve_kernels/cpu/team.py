@@ -3,9 +3,10 @@
 WHY: a parallel region for each product of a layer wakes and joins all threads for tens of
 microseconds of work. A team enters one region per step, and a meeting takes less than one.
 
-A kernel starts a team by `prange(num_workers)`. Of at most as many iterations as it has threads,
-numba's OpenMP layer and its own work queue give each to a thread of its own. TBB may not, so it
-must not be chosen before them. Whatever a worker wrote before a meeting, all read after it.
+`run_team` and some kernels start a team by `prange(num_workers)`. Of at most as many iterations as
+it has threads, numba's OpenMP layer and its own work queue give each to a thread of its own. TBB
+may not, so it must not be chosen before them. Whatever a worker wrote before a meeting, all read
+after it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import get_num_threads, njit, types
+from numba import get_num_threads, njit, prange, types
 from numba.extending import intrinsic, overload
 
+from aserve_kernels.cpu.callback import call_at
 from aserve_kernels.cpu.host_rows import Int64s
 from aserve_kernels.cpu.simd import INDEX, Intrinsic
 
@@ -44,6 +46,23 @@ class Team(NamedTuple):
 
 def new_meeting() -> Int64s:
     return np.zeros(MEETING_LEN, np.int64)
+
+
+@njit(parallel=True, nogil=True)
+def run_team(function: int, call: int, num_workers: int) -> None:
+    """Calls the function of C at an address with (address of its arguments, worker, number of
+    workers), by each worker of a team."""
+    for index in prange(num_workers):
+        call_at(function, (call, worker_of(index), num_workers))
+
+
+@njit(nogil=True)
+def run_shares(function: int, call: int, num_workers: int) -> None:
+    """Does the same, without other threads for a team of one."""
+    if num_workers == 1:
+        call_at(function, (call, 0, 1))
+    else:
+        run_team(function, call, num_workers)
 
 
 @njit(inline="always")

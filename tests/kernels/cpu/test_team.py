@@ -6,9 +6,18 @@ import numpy as np
 import pytest
 from numba import prange, types
 
+from aserve_kernels.cpu.callback import compile_callback
 from aserve_kernels.cpu.host_rows import Int64s
+from aserve_kernels.cpu.memory import INT64_LIKE, array_at
 from aserve_kernels.cpu.precompile import cached_njit, compile_ahead
-from aserve_kernels.cpu.team import Team, meet, new_meeting, share_of, team_size
+from aserve_kernels.cpu.team import (
+    Team,
+    meet,
+    new_meeting,
+    run_shares,
+    share_of,
+    team_size,
+)
 
 COLUMN = types.Array(types.int64, 1, "C")
 NUM_PHASES = 2_000
@@ -47,6 +56,17 @@ def test_shares_cover_all_units_once(num_units: int) -> None:
         bounds = [share_of(num_units, team) for team in teams]
         units = [unit for first, last in bounds for unit in range(first, last)]
         assert units == list(range(num_units))
+
+
+def test_each_worker_of_a_team_is_called_once() -> None:
+    def note_call(address: int, worker: int, num_workers: int) -> None:
+        array_at(address, (num_workers,), INT64_LIKE)[worker] += num_workers
+
+    function = compile_callback(note_call, 3)
+    for num_workers in {1, team_size(2), team_size(4)}:
+        sizes = np.zeros(num_workers, np.int64)
+        run_shares(function.address, sizes.ctypes.data, num_workers)
+        assert sizes.tolist() == [num_workers] * num_workers
 
 
 def test_a_team_has_no_more_workers_than_there_are_threads() -> None:

@@ -42,6 +42,7 @@ from aserve_kernels.cpu.bf16 import as_tensor
 from aserve_kernels.cpu.decoder_forward import (
     StepRows,
     compile_decoder_forward,
+    compile_decoder_layers,
     decoder_forward,
     decoder_step,
 )
@@ -224,6 +225,6 @@ def make_compiled_forward(model: CausalModel, state: DeviceState) -> CompiledFor
     if not are_layers_covered(model, masks=(Mask.CAUSAL,)):
         return None
     num_workers = team_size(num_workers_of(model))
-    for num in {1, num_workers}:
-        compile_decoder_forward(model.dtype, num, state.pools.dtype)
+    compile_decoder_layers(model.dtype, kv_dtype=state.pools.dtype)
+    compile_decoder_forward(model.dtype)
     return CompiledForward(model, state, num_workers=num_workers)

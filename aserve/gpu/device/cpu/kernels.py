@@ -73,9 +73,7 @@ def _kernels_of_tiles(dtype: torch.dtype, isa: CpuIsa, *, num_threads: int) -> l
         linears = _variants(["packed_bf16_linear"], dtype, num_threads=num)
         return linears + _kernels_of_kv(dtype, torch.bfloat16, isa, num_threads=num)
     variants = _variants(["packed_linear"], dtype, num_threads=num)
-    for each in sorted({1, num}, reverse=True):  # a step may be left to one thread
-        variants += _variants(["decoder_forward"], dtype, num_threads=each)
-    return variants
+    return variants + _variants(["decoder_layers", "decoder_forward"], dtype)
 
 
 def _is_widened(dtype: torch.dtype, isa: CpuIsa, num_threads: int) -> bool:
@@ -142,8 +140,7 @@ def _kernels_of_kv(
     if dtype == torch.float32 and has_chunk_attention(dtype, isa):
         variants += _variants([f"chunk_attention_{suffix}"], dtype, num_threads=most)
     if has_tiles(dtype, isa):
-        for each in sorted({1, _team_of_tiles(dtype, isa, most)}, reverse=True):
-            variants += _variants([f"decoder_forward_{suffix}"], dtype, num_threads=each)
+        variants += _variants([f"decoder_layers_{suffix}", "decoder_forward"], dtype)
     return variants
 
 

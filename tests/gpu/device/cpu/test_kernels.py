@@ -82,10 +82,10 @@ def test_the_kernels_of_a_machine_are_those_of_its_instructions_and_all_that_mod
     every, on_avx2 = all_kernels(AVX512), all_kernels(AVX2)
     # Of large models in float32, whose weights and KV are bfloat16.
     attention = {"chunk_attention_bfloat16", "paged_attention_bfloat16"}
-    mixed = {"packed_bf16_linear", "decoder_forward_bfloat16"} | attention
+    mixed = {"packed_bf16_linear", "decoder_layers_bfloat16"} | attention
     assert len(every) == len(set(every))
     # Compiled when KV is to be fp8.
-    by_option = {"decoder_forward_fp8", "paged_attention_fp8", "chunk_attention_fp8"}
+    by_option = {"decoder_layers_fp8", "paged_attention_fp8", "chunk_attention_fp8"}
     assert {variant.kernel for variant in every} == set(build.COMPILERS) - by_option - mixed
     for dtype in (torch.float32, torch.bfloat16):
         for num_threads in (1, 2, 8):
