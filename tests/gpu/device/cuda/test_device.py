@@ -380,7 +380,7 @@ def test_memory_that_is_not_there_says_which_option_to_change(
     with pytest.raises(ConfigError, match=match):
         executor_on(FakeCuda(), lambda where: Asks(out_of_memory, where), num_pages=None)
     monkeypatch.setattr(CudaDevice, "zeros", no_zeros)
-    match = r"lower --num-pages or --gpu-memory-utilization, .*: CUDA"
+    match = r"lower --num-pages, --max-num-seqs or --gpu-memory-utilization, .*: CUDA"
     with pytest.raises(ConfigError, match=match):
         executor_on(FakeCuda(), num_pages=65)
 
