@@ -457,8 +457,8 @@ class MachineOptions:
     )
     threads: int | None = option(
         None,
-        "threads that compute on the CPU; default: one for a small model, else OMP_NUM_THREADS, "
-        "else the cores within the container's limit",
+        "threads that compute on the CPU, at most as many as there are processors; default: one "
+        "for a small model, else OMP_NUM_THREADS, else the cores within the container's limit",
         Limits(low=1, high=1024),
     )
     tensor_parallel_size: int = option(

@@ -49,9 +49,9 @@ Tasks: TypeAlias = "deque[list[KernelVariant]]"
 
 # The slowest kernels come first, so that no worker is left alone with one at the end.
 COMPILERS: Mapping[str, Callable[[torch.dtype, int], None]] = {
-    "decoder_layers": compile_decoder_layers,
-    "decoder_layers_fp8": partial(compile_decoder_layers, kv_dtype=torch.float8_e4m3fn),
-    "decoder_layers_bfloat16": partial(compile_decoder_layers, kv_dtype=torch.bfloat16),
+    "decoder_layers": lambda dtype, _: compile_decoder_layers(dtype, dtype),
+    "decoder_layers_fp8": lambda dtype, _: compile_decoder_layers(dtype, torch.float8_e4m3fn),
+    "decoder_layers_bfloat16": lambda dtype, _: compile_decoder_layers(dtype, torch.bfloat16),
     "draft_forward": lambda dtype, _: compile_draft_forward(dtype),
     "paged_attention": compile_paged_attention,
     "paged_attention_fp8": partial(compile_paged_attention, kv_dtype=torch.float8_e4m3fn),

@@ -140,15 +140,12 @@ def decoder_step(
     return StepOutputs(words, counts, token_ids, exact_lens, results.out, results.streams)
 
 
-def compile_decoder_layers(
-    dtype: torch.dtype, _num_workers: int = 1, kv_dtype: torch.dtype | None = None
-) -> None:
-    """Compiles the layers for this dtype, of KV as well unless another one is given."""
-    layers_function(dtype, kv_dtype or dtype)
+def compile_decoder_layers(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    layers_function(dtype, kv_dtype)
 
 
 def compile_decoder_forward(dtype: torch.dtype) -> None:
-    """Compiles what calls the layers."""
+    """Compiles what calls the layers, for teams of any size."""
     step_function(dtype)
     words, logits = types.Array(types.int32, 1, "C"), types.Array(types.float32, 2, "C")
     step = (*[COLUMN] * 7, words, types.Array(numba_type(dtype), 2, "C"), logits)

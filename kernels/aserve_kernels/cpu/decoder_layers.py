@@ -135,7 +135,7 @@ class Tables:
 
     @cached_property
     def words(self) -> Int64s:
-        """Those of a record TABLES."""
+        """Returns the words of its record TABLES."""
         arrays = (self.layers, self.loras, self.captured)
         refs = [word for array in arrays for word in (array.ctypes.data, len(array))]
         return np.array([self.model.ctypes.data, *refs], np.int64)
@@ -154,21 +154,21 @@ class Tables:
 
     @cached_property
     def num_wide(self) -> int:
-        """How many float32 the buffers of a forward have for each token."""
+        """Returns how many float32 the buffers of a forward have for each token."""
         model = self.model[0]
         num_heads = model["heads"] + 2 * model["kv_heads"] * model["stores_kv"]
         return int(2 * model["hidden"] + num_heads * model["head_dim"] + 2 * model["inner"])
 
     @cached_property
     def num_narrow(self) -> int:
-        """How many elements of the model's dtype they have for each token."""
+        """Returns how many elements of the model's dtype they have for each token."""
         model = self.model[0]
         return int(model["heads"] * model["head_dim"] + model["inner"])
 
 
 class Inputs(NamedTuple):
-    """What the layers of one forward read. Tokens of a row are its last ones, or, where the layers
-    store nothing, have the row's last position."""
+    """Holds what the layers of one forward read. Tokens of a row are its last ones, or, where the
+    layers store nothing, have the row's last position."""
 
     ids: Int64s  # [tokens]
     hiddens: Floats  # [tokens, joined], of a model that reads hidden states

@@ -50,7 +50,7 @@ NO_STREAM = np.empty((0, 0), np.float32)
 
 
 class Results(NamedTuple):
-    """What the layers write, and their buffers. The caller keeps it alive until they return."""
+    """Holds what the layers write, and their buffers, until they return."""
 
     out: Floats  # [tokens, hidden]
     streams: Floats  # [captured, tokens, hidden]

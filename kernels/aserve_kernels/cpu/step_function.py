@@ -58,8 +58,8 @@ STEP_LIKE, NUM_STEP_WORDS = np.empty(0, STEP), STEP.itemsize // WORD_BYTES
 
 
 class Step(NamedTuple):
-    """What a step reads and writes beside the Inputs of its layers, int64 [rows] where nothing else
-    is said."""
+    """Holds what a step reads and writes beside the Inputs of its layers, int64 [rows] unless
+    something else is said."""
 
     ids: Int64s  # [tokens]; -r stands for the last token of row r
     kv_lens: Int64s  # before the step, or bounds of them

@@ -224,7 +224,6 @@ def make_compiled_forward(model: CausalModel, state: DeviceState) -> CompiledFor
         return None
     if not are_layers_covered(model, masks=(Mask.CAUSAL,)):
         return None
-    num_workers = team_size(num_workers_of(model))
-    compile_decoder_layers(model.dtype, kv_dtype=state.pools.dtype)
+    compile_decoder_layers(model.dtype, state.pools.dtype)
     compile_decoder_forward(model.dtype)
-    return CompiledForward(model, state, num_workers=num_workers)
+    return CompiledForward(model, state, num_workers=team_size(num_workers_of(model)))
