@@ -23,15 +23,25 @@ class LaunchChecks:
             child_seed(story.request.sampling.seed, story.child): story for story in stories
         }
         self._tenants: dict[int, Story] = {}  # by row
+        self._ends: dict[int, int] = {}  # by row, of its last step
         self._pages: dict[int, list[int]] = {}  # by row, of the first group, as batches write them
 
     def check(self, batch: ScheduleBatch) -> None:
         for init in batch.row_inits:
             self._tenants[init.row] = self._by_seed[init.seed]
             self._pages[init.row] = []
+        if self.spec.decode.is_recurrent:
+            self._check_states(batch)
         self._check_next_ids(batch)
         self._check_shared_pages(batch)
         self._check_skipped(batch)
+
+    def _check_states(self, batch: ScheduleBatch) -> None:
+        """Each row goes on at the end of its last step, whether that failed or not, or begins."""
+        columns = map(array_i32, (batch.rows, batch.kv_lens, batch.query_lens))
+        for row, kv_len, query_len in zip(*(c.tolist() for c in columns), strict=True):
+            assert kv_len in (0, self._ends.get(row)), f"step {batch.iteration}, row {row}"
+            self._ends[row] = kv_len + query_len
 
     def _check_skipped(self, batch: ScheduleBatch) -> None:
         """A row whose last step skipped a drafter with a model has no drafts."""

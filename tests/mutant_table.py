@@ -12,6 +12,10 @@ TRACES = (
 )
 TRANSFERS = "tests/scheduling/test_transfers.py"
 CACHE = "tests/cache/test_cache_model.py"
+STATES = (
+    "tests/properties/test_scheduler_traces.py::"
+    "test_rows_with_a_state_never_go_back_but_to_their_first_token"
+)
 STEADY = "tests/scheduling/test_steady.py"
 ROOM = "tests/scheduling/test_room.py"
 EXECUTOR = "tests/gpu/test_executor.py"
@@ -125,6 +129,13 @@ MUTANTS = (
         "            self.state.repeat = None\n",
         "            pass\n",
         STEADY,
+    ),
+    Mutant(
+        "a recurrent row that goes on behind a dropped step",
+        "aserve/scheduling/flights.py",
+        "sequence.restart(0 if sequence.is_recurrent else final_len)",
+        "sequence.restart(final_len)",
+        STATES,
     ),
     Mutant(
         "steps that repeat with a row whose flights were dropped",

@@ -73,10 +73,11 @@ def open_transfers(
             f"--disaggregation-mode {mode}: the device {resolved.machine.device} cannot transfer KV"
         )
     spec = executor.spec
-    if spec.task != "generate" or not spec.decode.root_len:
+    if spec.task != "generate" or not spec.decode.root_len or spec.decode.is_recurrent:
         raise ConfigError(
-            f"--disaggregation-mode {mode} is for models that generate token by token, not for "
-            "diffusion, embedding or classifying models"
+            f"--disaggregation-mode {mode} is for models that generate token by token and keep "
+            "nothing but KV, not for diffusion, embedding or classifying models, nor for models "
+            "with recurrent layers"
         )
     access = executor.kv_access()
     is_dummy = resolved.model.load_format == "dummy"

@@ -17,6 +17,11 @@ import torch
 from aserve.cache.layout import MIB, GroupLayout, with_pages
 from aserve.errors import ConfigError
 from aserve.gpu.attention.base import AttentionSite
+from aserve.gpu.attention.recurrent import (
+    refuse_beside_recurrent,
+    with_recurrent,
+    without_history,
+)
 from aserve.gpu.attention.select import Attention, build_attention
 from aserve.gpu.attention.sparse import index_bytes_per_token
 from aserve.gpu.cudagraph.forwards import ForwardGraphs
@@ -58,8 +63,8 @@ from aserve.gpu.sampling.params import RowTables
 from aserve.gpu.spec.mode import Speculative
 from aserve.gpu.spec.prediction import Predicted, verifying
 from aserve.gpu.spec.registry import ALGORITHMS
-from aserve.gpu.spec.rejection import Verification, verification_of
-from aserve.gpu.spec.request import DraftRequest, LoadedDrafter, SpecOptions, refuse_drafts
+from aserve.gpu.spec.rejection import verification_for
+from aserve.gpu.spec.request import DraftRequest, SpecOptions, refuse_drafts
 from aserve.gpu.step.future_map import SEQ_LEN, FutureMap
 from aserve.gpu.step.resolve import DeviceState
 from aserve.gpu.weights.format import WeightFormat, WeightRequest, dtype_name
@@ -186,6 +191,16 @@ def build_on(
     live_loader = LiveLoader(whole, loras, model_reader(loader, plan), balanced)
     about = f"{code.name} code ({code.why}), {'random weights, ' * is_dummy}{form.about}"
     drafter = None
+    is_recurrent = refuse_beside_recurrent(
+        whole,
+        {
+            "--speculative-algorithm": options.speculative is not None,
+            "--enable-two-batch-overlap": options.two_batches,
+            "--enable-dp-attention": options.data_parallel,
+            "--pipeline-parallel-size": options.pipeline != UNDIVIDED,
+            "--deterministic": options.deterministic,
+        },
+    )
     mode = mode or diffusion_mode(
         model,
         options.denoising,
@@ -202,13 +217,13 @@ def build_on(
             ALGORITHMS[speculative.algorithm],
         )
         drafter = loaded.model
-        verification = _verification(speculative, loaded, vocab_size=model.vocab_size)
+        verification = verification_for(speculative, loaded, vocab_size=model.vocab_size)
         mode = verifying(loaded.drafter, ops.suffix_match, loaded.fuse, verification)
         about = f"{about}, {speculative.algorithm} drafts {loaded.about}"
         if verification is not None:
             about += f", {speculative.verification} verification"
     model = JointDecoder(model, options.ranks, loras) if options.data_parallel else model
-    if mode is None and options.decode == PLAIN:
+    if mode is None and options.decode == PLAIN and not is_recurrent:
         mode = Predicted(None, ops.suffix_match)
     mode = options.pipeline.mode_of(mode or MODES[options.decode](), model, options.ranks)
     options = dataclasses.replace(
@@ -256,21 +271,6 @@ def _target(device: Device, options: BuildOptions, form: WeightFormat, ops: Devi
         | {
             "--enable-two-batch-overlap": options.two_batches,
         },
-    )
-
-
-def _verification(
-    options: SpecOptions, loaded: LoadedDrafter, *, vocab_size: int
-) -> Verification | None:
-    """NOTE: a drafter without a model leaves nothing to chance, so coupled verification is the
-    same as all others."""
-    if loaded.model is None:
-        return None
-    return verification_of(
-        options.verification,
-        vocab_size=vocab_size,
-        max_drafts=loaded.drafter.max_drafts,
-        is_tree=loaded.drafter.tree is not None,
     )
 
 
@@ -461,6 +461,7 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
         has_tree_masks=mode.caps.tree is not None,
     )
     attention = build_attention(options.attention, site, order=device.attention)
+    attention = with_recurrent(attention, model, site, parts.ops)
     if isinstance(state.pools, HostKvPools):
         attention = with_hisparse(attention, state.pools)
     drafter = None
@@ -570,7 +571,7 @@ def _plan_spec(
         budget_bytes=budget_bytes,
         may_shorten=options.max_model_len is None,
     )
-    return in_blocks(options.pipeline.agreed(spec))
+    return in_blocks(options.pipeline.agreed(without_history(spec, parts.model)))
 
 
 def _layout(parts: _Parts, group: LayerGroup, kv_dtype: torch.dtype) -> GroupLayout:

@@ -84,6 +84,9 @@ class DecodeCaps(Record, frozen=True):
     max_predicted: int = 0  # drafts of a row whose client predicts its output
     # tokens depend on the windows, so these have all their drafts or none, whatever the load is
     whole_windows: bool = False
+    # A row keeps a state that belongs to its end alone, which can neither be cached nor taken back:
+    # a row whose results are dropped is computed from its first token on.
+    is_recurrent: bool = False
     continues_repeats: bool = False  # drafts are what followed the row's last tokens before
     block_len: int = 1
 

@@ -20,6 +20,8 @@ PATCH_SIZES = {
     "Qwen2VLForConditionalGeneration": 14,
     "Qwen2_5_VLForConditionalGeneration": 14,
     "Qwen3VLForConditionalGeneration": 16,
+    "Qwen3_5ForConditionalGeneration": 16,
+    "Qwen3_5MoeForConditionalGeneration": 16,
 }
 DEFAULT_TOKEN = 151655  # <|image_pad|> of Qwen's vocabulary
 MAX_ASPECT = 200  # of the longer side to the shorter one

@@ -234,4 +234,5 @@ def drop_flights(sequence: Sequence) -> None:
     sequence.num_flights = 0
     sequence.num_sampling = 0
     sequence.num_uncertain = 0
-    sequence.restart(sequence.tokens.final_len(sequence.committed_len, sequence.block_len))
+    final_len = sequence.tokens.final_len(sequence.committed_len, sequence.block_len)
+    sequence.restart(0 if sequence.is_recurrent else final_len)

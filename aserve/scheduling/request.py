@@ -52,11 +52,11 @@ class Sequence:
 
     __slots__ = (
         *("allocation", "arrival", "awaits_kv", "bad_word_ids", "block_len", "cells", "child"),
-        *("client", "embeds", "end_ids", "followers", "has_ended", "is_causal", "key_lookahead"),
-        *("keys", "leader", "lora_slot", "mask", "max_kv_len", "max_len", "max_step_tokens"),
-        *("max_tokens", "may_load", "next_key", "num_retracted_for", "num_scored", "num_stored"),
-        *("phase", "pictures", "prediction_ids", "priority", "prompt_len", "reasoning"),
-        *("request_id", "row", "sampling", "seed", "sends_kv", "tokens"),
+        *("client", "embeds", "end_ids", "followers", "has_ended", "is_causal", "is_recurrent"),
+        *("key_lookahead", "keys", "leader", "lora_slot", "mask", "max_kv_len", "max_len"),
+        *("max_step_tokens", "max_tokens", "may_load", "next_key", "num_retracted_for"),
+        *("num_scored", "num_stored", "phase", "pictures", "prediction_ids", "priority"),
+        *("prompt_len", "reasoning", "request_id", "row", "sampling", "seed", "sends_kv", "tokens"),
     )
 
     def __init__(
@@ -85,6 +85,7 @@ class Sequence:
         self.is_causal = request.is_causal
         self.max_step_tokens = caps.most_tokens(is_predicted=bool(request.prediction_ids))
         self.key_lookahead, self.block_len = caps.key_lookahead, caps.block_len
+        self.is_recurrent = caps.is_recurrent
         has_keys = request.is_causal and not caps.key_lookahead and caps.block_len == 1
         keys = request.page_keys if has_keys else b""
         self.keys = PageKeys(keys, namespace=request.namespace)

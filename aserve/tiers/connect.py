@@ -138,10 +138,10 @@ def _files(resolved: Resolved, access: KvAccess, layout: PageLayout) -> PageFile
 
 
 def _check(spec: EngineSpec, resolved: Resolved) -> None:
-    if spec.task != "generate" or not spec.decode.root_len:
+    if spec.task != "generate" or not spec.decode.root_len or spec.decode.is_recurrent:
         raise ConfigError(
-            f"{FLAG} is for models that generate token by token, not for diffusion, embedding or "
-            "classifying models"
+            f"{FLAG} is for models that generate token by token and keep nothing but KV, not for "
+            "diffusion, embedding or classifying models, nor for models with recurrent layers"
         )
     if not spec.prefix_cache:
         raise ConfigError(f"{FLAG} needs the prefix cache: leave out --no-prefix-cache")

@@ -672,6 +672,7 @@ OPTIONS: dict[str, object] = {
 CASES: list[tuple[dict[str, object], EngineSpec, str]] = [
     (OPTIONS, msgspec.structs.replace(SPEC, task="embed"), "not for diffusion, embedding"),
     (OPTIONS, msgspec.structs.replace(SPEC, decode=DecodeCaps(root_len=0)), "not for diffusion"),
+    (OPTIONS, msgspec.structs.replace(SPEC, decode=DecodeCaps(is_recurrent=True)), "recurrent"),
     ({"disaggregation_mode": "decode"}, SPEC, "needs --disaggregation-prefill HOST:PORT"),
     (OPTIONS | {"disaggregation_prefill": "a:1,b"}, SPEC, "'b' is not HOST:PORT"),
     (OPTIONS | {"disaggregation_prefill": "a..b:1"}, SPEC, "'a..b:1' is not HOST:PORT"),

@@ -181,7 +181,7 @@ def test_positions_go_on_behind_the_pictures_at_every_length(models: Models) -> 
 
 
 @pytest.mark.parametrize("pace", [(1, 1), (2, 2)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("Qwen3_5")])
 def test_b23_windows_behind_pictures_have_their_positions_beside_rows_of_text(
     kind: str, pace: tuple[int, int], models: Models
 ) -> None:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
 from aserve.gpu.kv.store import RopeAndStoreKv, rope_then_store_kv
 from aserve.gpu.models.base import CausalModel
+from aserve.gpu.models.gated_delta import RecurrentSpec
 from aserve.gpu.models.indexer import IndexInputs
 from aserve.gpu.models.latent_attention import LatentInputs, attend_absorbed
 from aserve.gpu.models.ngram_embedding import id_window_of
+from aserve_kernels.delta_rule import DeltaTokens
 
 
 class DenseAttend:
@@ -23,6 +26,8 @@ class DenseAttend:
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self.indexed: dict[int, Tensor] = {}  # index keys
+        self.inputs: dict[int, Tensor] = {}  # of short convolutions
+        self.states: dict[int, Tensor] = {}  # of recurrent layers
         self.chosen: Tensor | None = None  # bool [queries, keys], within `attend_sparse`
         self.hidden_position: int | None = None  # as if the KV of that token were lost
 
@@ -41,6 +46,35 @@ class DenseAttend:
             total = scores.logsumexp(-1, keepdim=True)
             weights = weights * torch.sigmoid(total - inputs.sinks[:, None, None])
         return torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(repeats, dim=1))
+
+    def advance(self, layer: RecurrentSpec, inputs: DeltaTokens) -> Tensor:
+        """By the formulas of the whole history, token after token."""
+        shape, name = layer.shape, layer.index
+        width = shape.linear_conv_kernel_dim
+        num_new = len(inputs.channels)
+        history = self.inputs[name] = _appended(self.inputs.get(name), inputs.channels)
+        padded = torch.nn.functional.pad(history, (0, 0, width, 0))[-num_new - width :]
+        windows = [padded[t + 1 : t + 1 + width] for t in range(num_new)]
+        mixed = torch.stack([silu((window * inputs.conv.T).sum(0)) for window in windows])
+        sizes = (shape.key_size, shape.key_size, shape.value_size)
+        q, k, v = mixed.split(sizes, dim=-1)
+        repeats = shape.linear_num_value_heads // shape.linear_num_key_heads
+        q, k = (
+            _of_length_one(x.unflatten(-1, (shape.linear_num_key_heads, -1))).repeat_interleave(
+                repeats, dim=1
+            )
+            for x in (q, k)
+        )
+        v = v.unflatten(-1, (shape.linear_num_value_heads, -1))
+        outputs = []
+        for t in range(num_new):
+            state = self.states.get(name, torch.zeros(*k.shape[1:], v.shape[-1]))
+            state = state * inputs.log_decay[t].exp()[:, None, None]
+            known = torch.einsum("hk,hkv->hv", k[t], state)
+            change = (v[t] - known) * inputs.rate[t][:, None]
+            state = self.states[name] = state + torch.einsum("hk,hv->hkv", k[t], change)
+            outputs.append(torch.einsum("hk,hkv->hv", q[t], state))
+        return torch.stack(outputs) * shape.linear_key_head_dim**-0.5
 
     def attend_sparse(self, layer: LayerSpec, inputs: LatentInputs, index: IndexInputs) -> Tensor:
         """A stable sort chooses the keys, and a mask hides the others."""
@@ -76,6 +110,10 @@ class DenseAttend:
         if self.hidden_position is not None:
             visible &= (key != self.hidden_position) | (key == query)
         return visible
+
+
+def _of_length_one(x: Tensor) -> Tensor:
+    return x / ((x * x).sum(-1, keepdim=True) + 1e-6).sqrt()
 
 
 def given_ids(model: CausalModel, tokens: Tensor) -> Tensor:

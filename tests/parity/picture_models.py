@@ -43,6 +43,32 @@ IDS = {
     "vision_start_token_id": 152,
     "vision_end_token_id": 153,
 }
+HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,  # of which rope rotates a half
+    "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {
+        **TEXT["rope_parameters"],
+        "partial_rotary_factor": 0.5,
+        "mrope_interleaved": True,
+    },
+}
+NEW_VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "out_hidden_size": 64,
+    "intermediate_size": 48,
+    "num_position_embeddings": 25,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 40,
+}
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen2VL": ({}, {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}),
     "Qwen2_5_VL": (
@@ -57,14 +83,10 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "Qwen3VL": (
         {"head_dim": 16, "rope_parameters": {**TEXT["rope_parameters"], "mrope_interleaved": True}},
-        {
-            "hidden_size": 32,
-            "out_hidden_size": 64,
-            "intermediate_size": 48,
-            "num_position_embeddings": 25,
-            "deepstack_visual_indexes": [0, 2],
-        },
+        {**NEW_VISION, "deepstack_visual_indexes": [0, 2]},
     ),
+    "Qwen3_5": (HYBRID, NEW_VISION),
+    "Qwen3_5Moe": ({**HYBRID, **EXPERTS}, NEW_VISION),
 }
 
 
@@ -77,14 +99,16 @@ def save_picture_model(kind: str, directory: Path) -> Any:
     config = model_class.config_class(
         text_config={**TEXT, **text}, vision_config={**VISION, **vision}, **IDS
     )
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     torch.manual_seed(1)
     model = model_class(config).eval()
+    # Wider weights of recurrent layers multiply what float32 rounds, in the reference as well.
+    spread = 0.08 if kind.startswith("Qwen3_5") else 0.15
     for name, weight in model.named_parameters():
         with torch.no_grad():
             is_vector = weight.ndim == 1
             centre = 1.0 if is_vector and not name.endswith("bias") else 0.0
-            torch.nn.init.normal_(weight, mean=centre, std=0.2 if is_vector else 0.15)
+            torch.nn.init.normal_(weight, mean=centre, std=0.2 if is_vector else spread)
     model.save_pretrained(directory)
     return model
 

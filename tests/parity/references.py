@@ -133,6 +133,19 @@ LONGCAT: dict[str, Any] = {
     "routed_scaling_factor": 1.5,
 }
 
+HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "partial_rotary_factor": 0.5,
+    "initializer_range": 0.05,  # wider weights would multiply what float32 rounds, here and there
+}
+THREE_AXES = {"rope_parameters": {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}}
+SHARED = {**EXPERTS, "shared_expert_intermediate_size": 40}
+
 # What differs from BASE: (architecture, its fields).
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -190,11 +203,19 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-sliding": ("Qwen2", {**SWITCHED, "max_window_layers": 1}),
-    "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),
+    "qwen2-moe": ("Qwen2Moe", SHARED),
     "qwen3": ("Qwen3", {}),
     "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True}),
     "qwen3-sliding": ("Qwen3", {**SWITCHED, "max_window_layers": 1}),
     "qwen3-mixed": ("Qwen3", {**SWITCHED, **MIXED}),
+    "qwen3-next": ("Qwen3Next", {**HYBRID, **SHARED, "mlp_only_layers": [1]}),
+    # Heads of which the CPU's kernel takes blocks of columns.
+    "qwen3.5": ("Qwen3_5", {**HYBRID, **THREE_AXES, "linear_value_head_dim": 32}),
+    "qwen3.5-interval": (
+        "Qwen3_5",
+        {**HYBRID, "layer_types": None, "full_attention_interval": 2, "attention_bias": True},
+    ),
+    "qwen3.5-moe": ("Qwen3_5Moe", {**HYBRID, **THREE_AXES, **SHARED}),
     "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]}),
 }
 

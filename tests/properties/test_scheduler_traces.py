@@ -180,6 +180,29 @@ def tier_traces(draw: st.DrawFn) -> Trace:
     )
 
 
+@st.composite
+def recurrent_traces(draw: st.DrawFn) -> Trace:
+    """Of a model whose rows have a state at their ends alone. A row that computes all of its tokens
+    one by one, and fails now and then, would begin anew for ever.
+    """
+    trace = draw(traces())
+    spec = msgspec.structs.replace(
+        trace.spec,
+        groups=trace.spec.groups[:1],
+        max_batched_tokens=max(5, trace.spec.max_batched_tokens),
+        prefix_cache=False,
+        decode=DecodeCaps(is_recurrent=True),
+    )
+    requests = [msgspec.structs.replace(each, awaits_kv=False) for each in trace.requests]
+    return msgspec.structs.replace(
+        trace,
+        spec=spec,
+        requests=tuple(requests),
+        fail_rate=min(trace.fail_rate, 0.1),
+        times=None,
+    )
+
+
 def times_of(caps: DecodeCaps) -> st.SearchStrategy[StepTimes | None]:
     """Drafts pay always, if half of them are accepted, or hardly ever."""
     most = caps.max_tokens_per_step - caps.root_len
@@ -204,6 +227,12 @@ def test_any_trace_gives_the_tokens_of_the_plain_engine(trace: Trace) -> None:
 @settings(SETTINGS, max_examples=NUM_TRACES // 4, derandomize=True, database=None)
 @given(tier_traces())
 def test_tiers_below_the_prefix_cache_change_no_token(trace: Trace) -> None:
+    run_and_save(trace)
+
+
+@settings(SETTINGS, max_examples=NUM_TRACES // 2, derandomize=True, database=None)
+@given(recurrent_traces())
+def test_rows_with_a_state_never_go_back_but_to_their_first_token(trace: Trace) -> None:
     run_and_save(trace)
 
 

@@ -36,7 +36,7 @@ class Attention:
     backend: AttentionBackend
     is_auto: bool
     passed_over: Mapping[str, str]  # reason by name
-    index_bytes: int = 0  # memory for the index keys of sparse attention
+    memory: Mapping[str, int]  # bytes that it keeps beside the KV, by what they are
 
     @property
     def why(self) -> str:
@@ -44,8 +44,8 @@ class Attention:
         reason = "auto" if self.is_auto else "as asked"
         if self.is_auto and self.passed_over:
             reason += f", without {', '.join(self.passed_over)}"
-        if self.index_bytes:
-            reason += f", {self.index_bytes / MIB:,.0f} MiB of index keys"
+        for what, num_bytes in self.memory.items():
+            reason += f", {num_bytes / MIB:,.0f} MiB of {what}"
         return reason
 
     def warn(self) -> None:
@@ -65,13 +65,10 @@ def build_attention(requested: str, site: AttentionSite, *, order: Sequence[str]
             kind = load_backend(name)
             inner = with_latents(_build(kind, site), site)
             backend = with_sparse(inner, site, kind.make_sparse_ops)
-            index_bytes = 0
-            if isinstance(backend, SparseBackend):
-                index_bytes = backend.index_keys.size_bytes
         except AttentionUnavailable as error:
             reasons[name] = str(error)
             continue
-        return Attention(name, kind.capabilities, backend, is_auto, reasons, index_bytes)
+        return Attention(name, kind.capabilities, backend, is_auto, reasons, _memory(backend))
     why = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
     if is_auto:
         message = (
@@ -84,6 +81,12 @@ def build_attention(requested: str, site: AttentionSite, *, order: Sequence[str]
             f"--attention-backend {requested} cannot be used here: {why}. Use one of: {usable}"
         )
     raise ConfigError(message, param="attention_backend")
+
+
+def _memory(backend: AttentionBackend) -> Mapping[str, int]:
+    if not isinstance(backend, SparseBackend):
+        return {}
+    return {"index keys": backend.index_keys.size_bytes}
 
 
 def load_backend(name: str) -> AttentionKind:

@@ -29,7 +29,8 @@ step (the head, sampling, the relay) runs eagerly. All state is written on the e
 #
 # A capture that fails, and those of its kind with more tokens, are not tried again. The reason is
 # logged. A model with layers of latents runs its prompts eagerly: its attention chooses between two
-# forms of these layers by the step, which a capture would freeze.
+# forms of these layers by the step, which a capture would freeze. So does a model with recurrent
+# layers, which compute neighbouring rows with equally many tokens together.
 
 from __future__ import annotations
 
@@ -52,6 +53,7 @@ from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
 from aserve.gpu.layers.rope import RopeInputs
 from aserve.gpu.lora.tables import LoraTables
 from aserve.gpu.models.base import CausalModel, HiddenCapture
+from aserve.gpu.models.gated_delta import recurrent_layers_of
 from aserve.gpu.models.ngram_embedding import id_window_of
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.gpu.step.id_windows import id_windows
@@ -412,6 +414,7 @@ def token_counts(most: int) -> tuple[int, ...]:
     return tuple(sorted({*(count for count in counts if count <= most), most} - {0}))
 
 
-def takes_pieces(layers: tuple[LayerSpec, ...]) -> bool:
+def takes_pieces(model: CausalModel) -> bool:
     """Whether the model's attention may run between captured pieces."""
-    return all(layer.value_dim is None and not layer.index_top_k for layer in layers)
+    has_plain = all(not layer.value_dim and not layer.index_top_k for layer in model.layers)
+    return has_plain and not recurrent_layers_of(model)

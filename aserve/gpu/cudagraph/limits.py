@@ -69,6 +69,6 @@ class GraphLimits:
             device,
             loras,
             row_counts(self.rows if attention.capabilities.can_capture else 0),
-            token_counts(self.tokens if takes_pieces(model.layers) else 0),
+            token_counts(self.tokens if takes_pieces(model) else 0),
         )
         return ForwardGraphs(own)

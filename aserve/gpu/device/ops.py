@@ -18,6 +18,7 @@ from aserve.gpu.models.draft_decoder import DraftDecoder
 from aserve.gpu.sampling.ops import PLAIN_OPS, SampleOps
 from aserve.gpu.step.future_map import PLAIN_ROWS, RowOps
 from aserve.gpu.step.resolve import DeviceState, Resolve, resolve
+from aserve_kernels.delta_rule import AdvanceRows, advance_rows_ref
 from aserve_kernels.suffix_match import TORCH_SUFFIX_MATCH, SuffixMatch
 
 # Makes the fused step of a model; None where the device has none for it.
@@ -42,6 +43,7 @@ class DeviceOps:
     lora_ops: MakeLoraOps = LoraOps  # of engines with --enable-lora
     fused_step: MakeFusedStep = no_fused_step
     fused_draft: MakeFusedDraft = no_fused_step
+    make_advance_rows: Callable[[], AdvanceRows] = lambda: advance_rows_ref
     suffix_match: SuffixMatch = TORCH_SUFFIX_MATCH  # looks up drafts in histories and texts
 
 

@@ -29,6 +29,7 @@ from torch.nn import functional
 
 from aserve.errors import ConfigError
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
+from aserve.gpu.layers.joint_norm import JointNorm
 from aserve.gpu.layers.linear import LinearOp
 from aserve.gpu.layers.mlp import GatedMlp
 from aserve.gpu.layers.norm import AddNorm, HeadNorms, Norm, SumAndNorm
@@ -37,6 +38,7 @@ from aserve.gpu.layers.rope_scaling import Rope
 from aserve.gpu.models.base import Attend, HiddenCapture, wide_logits
 from aserve.gpu.models.config.model import ModelConfig
 from aserve.gpu.models.decoder_spec import DecoderSpec
+from aserve.gpu.models.gated_delta import GatedDeltaNet
 from aserve.gpu.weights.source import WeightSource, kv_scales
 
 
@@ -53,6 +55,7 @@ class Decoder:
         "hidden_size",
         "layers",
         "max_model_len",
+        "recurrent_layers",
         "rotaries",
         "spec",
         "vocab_size",
@@ -88,6 +91,8 @@ class Decoder:
             for index, window in enumerate(spec.windows)
         )
         self.layers = tuple(b.mixer.layer for b in self.blocks if b.mixer.layer is not None)
+        mixers = [block.mixer for block in self.blocks]
+        self.recurrent_layers = tuple(m.spec for m in mixers if isinstance(m, GatedDeltaNet))
         self.head = _head(config, self.embeddings, weights)
 
     def forward(
@@ -183,7 +188,7 @@ class Attention:
         """`width` is the size of the input; None: the hidden size."""
         hidden_size = spec.config.hidden_size
         prefix = f"model.layers.{index}.self_attn"
-        self.layer = layer = _layer_spec(index, spec, weights)
+        self.layer = layer = layer_spec(index, spec, weights)
         q_size = layer.num_heads * layer.head_dim
         kv_size = layer.num_kv_heads * layer.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
@@ -194,9 +199,9 @@ class Attention:
         )
         self.head_norms = self.joint_norm = None
         if spec.qk_norm is not None and spec.qk_norm.is_joint:
-            self.joint_norm = _JointNorm(layer, spec, weights)
+            self.joint_norm = _joint_norm(layer, spec, weights)
         elif spec.qk_norm is not None:
-            self.head_norms = _head_norms(layer, spec, weights)
+            self.head_norms = head_norms(layer, spec, weights)
         self.sinks = None
         if spec.has_sinks:
             self.sinks = weights.tensor(f"{prefix}.sinks", (layer.num_heads,), is_wide=True)
@@ -215,27 +220,17 @@ class Attention:
         return self.out(attend(layer, inputs).flatten(1))
 
 
-class _JointNorm:
-    """One RMS norm over all query heads of a token together, and one over all its key heads."""
-
-    __slots__ = ("k_norm", "q_norm", "sizes")
-
-    def __init__(self, layer: LayerSpec, spec: DecoderSpec, weights: WeightSource) -> None:
-        def norm(name: str, num_heads: int) -> Norm:
-            name = f"model.layers.{layer.index}.self_attn.{name}"
-            return _norm(weights, name, spec, size=num_heads * layer.head_dim)
-
-        self.sizes = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
-        self.q_norm = norm("q_norm", layer.num_heads)
-        self.k_norm = norm("k_norm", layer.num_kv_heads)
-
-    def __call__(self, heads: Tensor) -> Tensor:
-        """heads [tokens, q + k + v, head_dim] -> the same shape."""
-        q, k, v = (part.flatten(1) for part in heads.split(self.sizes, dim=1))
-        return torch.cat((self.q_norm(q), self.k_norm(k), v), dim=1).view(heads.shape)
+def _joint_norm(layer: LayerSpec, spec: DecoderSpec, weights: WeightSource) -> JointNorm:
+    sizes = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
+    prefix = f"model.layers.{layer.index}.self_attn"
+    q_norm, k_norm = (
+        _norm(weights, f"{prefix}.{name}", spec, size=num_heads * layer.head_dim)
+        for name, num_heads in zip(("q_norm", "k_norm"), sizes, strict=False)
+    )
+    return JointNorm(q_norm, k_norm, sizes)
 
 
-def _head_norms(layer: LayerSpec, spec: DecoderSpec, weights: WeightSource) -> HeadNorms:
+def head_norms(layer: LayerSpec, spec: DecoderSpec, weights: WeightSource) -> HeadNorms:
     """An RMS norm of each head alone: all query heads share one weight, all key heads another.
 
     PERF: they are joined without torch.cat. On the meta device, on which the memory check builds a
@@ -260,7 +255,7 @@ def _unchanged(x: Tensor) -> Tensor:
     return x
 
 
-def _layer_spec(index: int, spec: DecoderSpec, weights: WeightSource) -> LayerSpec:
+def layer_spec(index: int, spec: DecoderSpec, weights: WeightSource) -> LayerSpec:
     config = spec.config
     return LayerSpec(
         index=index,

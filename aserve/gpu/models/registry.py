@@ -37,6 +37,7 @@ from aserve.gpu.models.families import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    qwen3_next,
     qwen_vl,
     sdar,
 )
@@ -351,6 +352,38 @@ FAMILIES: Mapping[str, Family] = {
         "experts in all layers but those that mlp_only_layers names",
         qwen3_moe.qwen3_moe,
         qwen3_moe.DEFAULTS,
+    ),
+    "Qwen3NextForCausalLM": DecoderFamily(
+        "Qwen3-Next",
+        "Gated DeltaNets (linear attention) in three of four layers, experts as in Qwen2-MoE",
+        qwen3_next.qwen3_next,
+        qwen3_next.NEXT_DEFAULTS,
+    ),
+    "Qwen3_5ForCausalLM": DecoderFamily(
+        "Qwen3.5 (text)",
+        "Gated DeltaNets (linear attention) in three of four layers",
+        qwen3_next.qwen3_5,
+        qwen3_next.DEFAULTS,
+    ),
+    "Qwen3_5ForConditionalGeneration": VisionLanguageFamily(
+        "Qwen3.5",
+        "as Qwen3.5 (text), and pictures as in Qwen3-VL, without deepstack",
+        qwen_vl.qwen3_5_text,
+        qwen_vl.qwen3_5_vision,
+        qwen_vl.QWEN3_5_DEFAULTS,
+    ),
+    "Qwen3_5MoeForConditionalGeneration": VisionLanguageFamily(
+        "Qwen3.5-MoE",
+        "as Qwen3.5, with experts as in Qwen2-MoE",
+        qwen_vl.qwen3_5_moe_text,
+        qwen_vl.qwen3_5_vision,
+        qwen_vl.QWEN3_5_MOE_DEFAULTS,
+    ),
+    "Qwen3_5MoeForCausalLM": DecoderFamily(
+        "Qwen3.5-MoE (text)",
+        "as Qwen3.5, with experts as in Qwen2-MoE",
+        qwen3_next.qwen3_5_moe,
+        qwen3_next.MOE_DEFAULTS,
     ),
     "RobertaForSequenceClassification": EncoderFamily(
         "RoBERTa (classifier)",

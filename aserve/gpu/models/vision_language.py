@@ -38,6 +38,7 @@ class VisionLanguageModel:
         "image_token_id",
         "layers",
         "max_model_len",
+        "recurrent_layers",
         "text",
         "vision",
         "vocab_size",
@@ -47,7 +48,7 @@ class VisionLanguageModel:
         self.text = text
         self.vision = vision
         self.image_token_id = image_token_id
-        self.layers = text.layers
+        self.layers, self.recurrent_layers = text.layers, text.recurrent_layers
         self.vocab_size = text.vocab_size
         self.hidden_size = text.hidden_size
         self.max_model_len = text.max_model_len

@@ -22,6 +22,7 @@ from aserve.gpu.sampling.params import LogitsRows, RowTables
 from aserve.gpu.sampling.plan import SamplePlan
 from aserve.gpu.sampling.top_k_top_p import keep_probs, set_limits
 from aserve.gpu.spec.registry import BLOCK, COUPLED
+from aserve.gpu.spec.request import LoadedDrafter, SpecOptions
 from aserve.gpu.step.future_map import FutureMap, RelayField
 from aserve.gpu.step.resolve import DRAFTS, DeviceStep
 from aserve_kernels.draft_chain import DRAFT_PROBS
@@ -94,6 +95,21 @@ class Verification:
         num_drafts = step.arrays.ints("num_drafts")
         roots = step.batch.lens - num_drafts - 1
         relay.write(WINDOW, step.batch.rows, torch.stack((roots, num_drafts), dim=1))
+
+
+def verification_for(
+    options: SpecOptions, loaded: LoadedDrafter, *, vocab_size: int
+) -> Verification | None:
+    """NOTE: a drafter without a model leaves nothing to chance, so coupled verification is the
+    same as all others."""
+    if loaded.model is None:
+        return None
+    return verification_of(
+        options.verification,
+        vocab_size=vocab_size,
+        max_drafts=loaded.drafter.max_drafts,
+        is_tree=loaded.drafter.tree is not None,
+    )
 
 
 def verification_of(

@@ -105,6 +105,7 @@ class CpuDevice:
             lora_ops=partial(cpu_ops.compiled_lora, dtype),
             fused_step=make_compiled_forward,
             fused_draft=make_compiled_draft,
+            make_advance_rows=partial(cpu_ops.compiled_advance_rows, dtype),
             suffix_match=cpu_ops.compiled_suffix_match(),
         )
 

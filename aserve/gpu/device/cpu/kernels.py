@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from aserve_kernels.cpu.build import KernelVariant
 
 # What only some models, or models with some options, run.
-ON_DEMAND = ("lora", "latent_attention", "index_scores", "int8_linear", "int4_linear")
+ON_DEMAND = (
+    *("lora", "latent_attention", "index_scores", "delta_rule", "int8_linear", "int4_linear"),
+)
 
 logger = logging.getLogger(__name__)
 

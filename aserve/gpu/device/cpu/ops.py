@@ -19,6 +19,7 @@ from aserve.gpu.sampling.draw import draw_tokens
 from aserve.gpu.sampling.ops import SampleOps
 from aserve.gpu.sampling.params import LogitsRows, RowTables
 from aserve.gpu.sampling.plan import SamplePlan
+from aserve_kernels.cpu.delta_rule import advance_rows, compile_advance_rows, fits_blocks
 from aserve_kernels.cpu.draw import compile_draw, draw
 from aserve_kernels.cpu.gated_mul import compile_gated_mul, gated_mul
 from aserve_kernels.cpu.lora import add_lora, compile_lora
@@ -29,6 +30,13 @@ from aserve_kernels.cpu.suffix_match import (
     compile_suffix_match,
     continue_history,
     continue_text,
+)
+from aserve_kernels.delta_rule import (
+    AdvanceRows,
+    DeltaRows,
+    DeltaStates,
+    DeltaTokens,
+    advance_rows_ref,
 )
 from aserve_kernels.lora import LoraStack, add_lora_ref
 from aserve_kernels.shared_table import SharedTableOps
@@ -143,6 +151,19 @@ def compiled_suffix_match() -> SuffixMatch:
     compile_suffix_match()
     compile_shared_table()
     return SuffixMatch(continue_history, continue_text, SharedTableOps(continue_shared, remember))
+
+
+def compiled_advance_rows(dtype: torch.dtype) -> AdvanceRows:
+    """dtype: float32 or bfloat16."""
+    num_workers = torch.get_num_threads()
+    compile_advance_rows(dtype, num_workers)
+
+    def advance(tokens: DeltaTokens, rows: DeltaRows, states: DeltaStates, /) -> Tensor:
+        if not fits_blocks(states):
+            return advance_rows_ref(tokens, rows, states)
+        return advance_rows(tokens, rows, states, num_workers=num_workers)
+
+    return advance
 
 
 # PERF: from this number of tokens on, dense products over all slots are faster than the kernel.

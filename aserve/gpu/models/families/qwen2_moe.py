@@ -12,7 +12,7 @@ from aserve.gpu.models.config.layer_types import switched_windows
 from aserve.gpu.models.config.model import ModelConfig
 from aserve.gpu.models.decoder_spec import Biases, DecoderSpec
 from aserve.gpu.models.families.qwen3_moe import SPARSE_DEFAULTS, sparse_experts, sparse_mlps
-from aserve.gpu.moe.layer import ExpertNames
+from aserve.gpu.moe.layer import ExpertNames, ExpertsSpec
 
 DEFAULTS = {
     **SPARSE_DEFAULTS,
@@ -27,15 +27,19 @@ DEFAULTS = {
 
 def qwen2_moe(config: ModelConfig) -> DecoderSpec:
     fields = config.fields
-    experts = msgspec.structs.replace(
-        sparse_experts(config),
-        shared_size=fields.integer("shared_expert_intermediate_size"),
-        has_shared_gate=True,
-        names=ExpertNames(shared="shared_expert"),
-    )
     return DecoderSpec(
         config,
         windows=switched_windows(fields),
-        mlps=sparse_mlps(config, experts),
+        mlps=sparse_mlps(config, shared_experts(config)),
         biases=Biases(qkv=fields.flag("qkv_bias")),
+    )
+
+
+def shared_experts(config: ModelConfig) -> ExpertsSpec:
+    """The experts of one layer, beside the MLP that all tokens share."""
+    return msgspec.structs.replace(
+        sparse_experts(config),
+        shared_size=config.fields.integer("shared_expert_intermediate_size"),
+        has_shared_gate=True,
+        names=ExpertNames(shared="shared_expert"),
     )

@@ -1,11 +1,13 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: a vision transformer before a Qwen2 or Qwen3 whose rotary
-positions have three axes.
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: a vision transformer before a text model of Qwen
+whose rotary positions have three axes.
 
 Qwen2.5-VL has RMS norms, gated MLPs and attention windows in its vision transformer. Qwen3-VL has
 learnt positions there, and adds the hidden states of some of its blocks in the first layers of the
-text model (deepstack); its axes are interleaved over the rotary pairs.
+text model (deepstack); its axes are interleaved over the rotary pairs. Qwen3.5 has both but for
+deepstack.
 
-Reference: modeling_qwen2_vl.py, modeling_qwen2_5_vl.py and modeling_qwen3_vl.py in transformers.
+Reference: modeling_qwen2_vl.py, modeling_qwen2_5_vl.py, modeling_qwen3_vl.py and
+modeling_qwen3_5.py in transformers.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from aserve.gpu.models.config.fields import Fields
 from aserve.gpu.models.config.model import ModelConfig
 from aserve.gpu.models.config.rope import rope_axes
 from aserve.gpu.models.decoder_spec import DecoderSpec
-from aserve.gpu.models.families import qwen2, qwen3
+from aserve.gpu.models.families import qwen2, qwen3, qwen3_next
 from aserve.gpu.models.vision.encoder import VisionSpec
 from aserve.gpu.models.vision.layers import (
     VISION_ACTIVATIONS,
@@ -36,6 +38,9 @@ QWEN2_DEFAULTS = {
     "rope_theta": 1_000_000.0,
 }
 QWEN3_DEFAULTS = {**qwen3.DEFAULTS, "image_token_id": 151655, "rope_theta": 5_000_000.0}
+PICTURE = {"image_token_id": 248056}
+QWEN3_5_DEFAULTS = {**qwen3_next.DEFAULTS, **PICTURE}
+QWEN3_5_MOE_DEFAULTS = {**qwen3_next.MOE_DEFAULTS, **PICTURE}
 OLD_MERGER = ("ln_q", "mlp.0", "mlp.2")
 NEW_MERGER = ("norm", "linear_fc1", "linear_fc2")
 
@@ -46,6 +51,14 @@ def qwen2_text(config: ModelConfig) -> DecoderSpec:
 
 def qwen3_text(config: ModelConfig) -> DecoderSpec:
     return msgspec.structs.replace(qwen3.qwen3(config), rope_axes=_axes(config))
+
+
+def qwen3_5_text(config: ModelConfig) -> DecoderSpec:
+    return msgspec.structs.replace(qwen3_next.qwen3_5(config), rope_axes=_axes(config))
+
+
+def qwen3_5_moe_text(config: ModelConfig) -> DecoderSpec:
+    return msgspec.structs.replace(qwen3_next.qwen3_5_moe(config), rope_axes=_axes(config))
 
 
 def qwen2_vision(config: ModelConfig) -> VisionSpec:
@@ -121,8 +134,12 @@ def qwen3_vision(config: ModelConfig) -> VisionSpec:
     )
 
 
+def qwen3_5_vision(config: ModelConfig) -> VisionSpec:
+    return msgspec.structs.replace(qwen3_vision(config), deep_layers=())
+
+
 def _axes(config: ModelConfig) -> tuple[int, ...]:
-    return rope_axes(config.fields, num_pairs=config.head_dim // 2, axes=NUM_AXES)
+    return rope_axes(config.fields, num_pairs=config.rotary_dim // 2, axes=NUM_AXES)
 
 
 def _activation(fields: Fields, default: str) -> str:

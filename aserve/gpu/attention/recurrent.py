@@ -1,0 +1,139 @@
+"""The states of recurrent layers, which rows keep beside their KV.
+
+A row has one state, at its end. A forward of the row reads it and writes it anew; a row without KV
+begins with zeros, so that nothing has to be cleared when a row is given to another request. Steps
+run in order on one stream, and every token of a step counts, so a state needs no older copies: rows
+whose results are dropped are computed from their first token on (`DecodeCaps.is_recurrent`). There
+is no prefix cache and no speculation for such models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import msgspec
+from torch import Tensor
+
+from aserve.errors import BugError, ConfigError
+from aserve.gpu.attention.base import AttentionBackend, AttentionSite, StaticPlans
+from aserve.gpu.attention.select import Attention
+from aserve.gpu.device.ops import DeviceOps
+from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
+from aserve.gpu.models.base import Attend, CausalModel
+from aserve.gpu.models.gated_delta import RecurrentSpec, recurrent_layers_of
+from aserve.gpu.step.forward_batch import ForwardBatch
+from aserve.gpu.weights.source import wide_dtype
+from aserve.messages.executor import EngineSpec
+from aserve_kernels.delta_rule import AdvanceRows, DeltaRows, DeltaStates, DeltaTokens
+
+
+class RecurrentBackend:
+    """An `AttentionBackend` for models with recurrent layers, around one for the other layers."""
+
+    __slots__ = ("_advance", "_inner", "states")
+
+    def __init__(
+        self, inner: AttentionBackend, states: Mapping[int, DeltaStates], advance: AdvanceRows
+    ) -> None:
+        self._inner = inner
+        self._advance = advance
+        self.states = states  # by layer; written by `_Advance` only
+
+    @property
+    def size_bytes(self) -> int:
+        tables = self.states.values()
+        return sum(table.matrices.nbytes + table.inputs.nbytes for table in tables)
+
+    @property
+    def static_plans(self) -> StaticPlans | None:
+        return self._inner.static_plans
+
+    def plan(self, batch: ForwardBatch) -> object:
+        return self._inner.plan(batch)
+
+    def bind(self, batch: ForwardBatch, plan: object) -> Attend:
+        attend = self._inner.bind(batch, plan)
+        return _Advance(attend, batch, self.states, self._advance)
+
+
+class _Advance:
+    """The `RecurrentAttend` of one forward."""
+
+    __slots__ = ("_advance", "_attend", "_rows", "_states")
+
+    def __init__(
+        self,
+        attend: Attend,
+        batch: ForwardBatch,
+        states: Mapping[int, DeltaStates],
+        advance: AdvanceRows,
+    ) -> None:
+        if batch.tree_mask is not None:
+            raise BugError(f"step {batch.iteration}: a recurrent layer cannot verify a draft tree")
+        self._attend = attend
+        self._states = states
+        self._advance = advance
+        self._rows = DeltaRows(
+            batch.rows,
+            batch.kv_lens,
+            batch.query_lens,
+            batch.cu_query_lens,
+            batch.token_to_row,
+            batch.query_lens_cpu,
+        )
+
+    def __call__(self, layer: LayerSpec, inputs: AttentionInputs, /) -> Tensor:
+        return self._attend(layer, inputs)
+
+    def advance(self, layer: RecurrentSpec, tokens: DeltaTokens, /) -> Tensor:
+        return self._advance(tokens, self._rows, self._states[layer.index])
+
+
+def _empty(layer: RecurrentSpec, site: AttentionSite) -> DeltaStates:
+    shape, num_rows = layer.shape, len(site.pools.page_tables[0])
+    sizes = (shape.linear_num_value_heads, shape.linear_key_head_dim, shape.linear_value_head_dim)
+    width = shape.linear_conv_kernel_dim - 1
+    return DeltaStates(
+        site.device.zeros((num_rows, *sizes), wide_dtype(site.dtype)),
+        site.device.zeros((num_rows, width, shape.num_channels), site.dtype),
+    )
+
+
+def refuse_beside_recurrent(model: CausalModel, options: Mapping[str, bool]) -> bool:
+    """Returns whether the model has recurrent layers. `options`: those that such a model cannot
+    have, and whether they are on."""
+    if not recurrent_layers_of(model):
+        return False
+    for flag, is_on in options.items():
+        if is_on:
+            raise ConfigError(
+                f"{flag} is for models whose layers all keep KV: this one has recurrent layers, "
+                f"whose state belongs to the end of a sequence alone; leave out {flag}",
+                param=flag.removeprefix("--").replace("-", "_"),
+            )
+    return True
+
+
+def with_recurrent(
+    attention: Attention, model: CausalModel, site: AttentionSite, ops: DeviceOps
+) -> Attention:
+    """Returns the attention, with the states of the model's recurrent layers if it has any."""
+    layers = recurrent_layers_of(model)
+    if not layers:
+        return attention
+    if any(layer.window is not None for layer in site.layers):
+        # A row that is computed anew would find the pages behind its window given away.
+        raise ConfigError("sliding windows are not supported beside recurrent layers")
+    states = {layer.index: _empty(layer, site) for layer in layers}
+    backend = RecurrentBackend(attention.backend, states, ops.make_advance_rows())
+    memory = {**attention.memory, "states of recurrent layers": backend.size_bytes}
+    return dataclasses.replace(attention, backend=backend, memory=memory)
+
+
+def without_history(spec: EngineSpec, model: CausalModel) -> EngineSpec:
+    """Returns the spec of an engine whose rows keep a state, if the model has recurrent layers."""
+    if not recurrent_layers_of(model):
+        return spec
+    decode = msgspec.structs.replace(spec.decode, is_recurrent=True)
+    return msgspec.structs.replace(spec, prefix_cache=False, decode=decode)

@@ -1,0 +1,210 @@
+"""Gated DeltaNet: the `Mixer` of linear attention in Qwen3-Next and Qwen3.5.
+
+For each token, with x its hidden state:
+
+    channels = x W_qkv^T       z = x W_z^T       b = x W_b^T       a = x W_a^T
+    g = -exp(A_log) softplus(a + dt_bias)        rate = sigmoid(b)
+    y = the recurrence of channels, g and the rate (aserve_kernels/delta_rule.py)
+    out = (norm(y) * silu(z)) W_o^T
+
+A row keeps nothing for its earlier tokens, but one state for all of them. So a forward continues at
+the end of a row, and cannot begin anywhere else.
+
+Source: https://arxiv.org/abs/2412.06464, modeling_qwen3_5.py and modeling_qwen3_next.py in
+transformers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from aserve.errors import BugError
+from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
+from aserve.gpu.models.base import Attend, CausalModel
+from aserve.gpu.models.config.fields import Fields
+from aserve.gpu.models.decoder_spec import DecoderSpec
+from aserve.gpu.weights.source import WeightSource, wide_dtype
+from aserve_kernels.delta_rule import DeltaTokens
+
+
+class DeltaShape(msgspec.Struct, frozen=True):
+    """The sizes of a layer, by their names in config.json."""
+
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int
+
+    @classmethod
+    def of(cls, fields: Fields) -> DeltaShape:
+        shape = cls(**{name: fields.integer(name) for name in cls.__struct_fields__})
+        if shape.linear_num_value_heads % shape.linear_num_key_heads:
+            expected = f"a multiple of linear_num_key_heads, {shape.linear_num_key_heads}"
+            fields.refuse("linear_num_value_heads", expected=expected)
+        if shape.linear_conv_kernel_dim < 2:
+            fields.refuse("linear_conv_kernel_dim", expected="at least 2")
+        return shape
+
+    @property
+    def key_size(self) -> int:
+        return self.linear_num_key_heads * self.linear_key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Of queries, keys and values together, which conv reads."""
+        return 2 * self.key_size + self.value_size
+
+
+class RecurrentSpec(msgspec.Struct, frozen=True):
+    """The static facts of one recurrent layer."""
+
+    index: int
+    shape: DeltaShape
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Returns the size of one row's state."""
+        shape, wide = self.shape, wide_dtype(dtype)
+        matrices = shape.value_size * shape.linear_key_head_dim * wide.itemsize
+        return matrices + (shape.linear_conv_kernel_dim - 1) * shape.num_channels * dtype.itemsize
+
+
+@runtime_checkable
+class HasRecurrentLayers(Protocol):
+    """A `CausalModel` some of whose layers may be recurrent."""
+
+    recurrent_layers: tuple[RecurrentSpec, ...]
+
+
+def recurrent_layers_of(model: CausalModel) -> tuple[RecurrentSpec, ...]:
+    return model.recurrent_layers if isinstance(model, HasRecurrentLayers) else ()
+
+
+@runtime_checkable
+class RecurrentAttend(Protocol):
+    """An `Attend` for models with recurrent layers."""
+
+    def __call__(self, layer: LayerSpec, inputs: AttentionInputs, /) -> Tensor: ...
+
+    def advance(self, layer: RecurrentSpec, tokens: DeltaTokens, /) -> Tensor:
+        """Advances the states of the rows by the forward's tokens -> y [tokens, value heads, d_v],
+        at least float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Projected:
+    """The projections of x, [tokens, ...]."""
+
+    channels: Tensor  # [channels]: q, k and v
+    z: Tensor  # [value heads, d_v]
+    b: Tensor  # [value heads]
+    a: Tensor  # [value heads]
+
+
+class MakeProjection(Protocol):
+    def __call__(
+        self, prefix: str, shape: DeltaShape, weights: WeightSource, /, *, hidden_size: int
+    ) -> Callable[[Tensor], Projected]: ...
+
+
+class GatedDeltaNet:
+    """The `Mixer`. It keeps nothing in the KV cache."""
+
+    __slots__ = ("_conv", "_decay", "_dt_bias", "_eps", "_norm", "_project", "layer", "out", "spec")
+
+    def __init__(
+        self,
+        index: int,
+        spec: DecoderSpec,
+        weights: WeightSource,
+        /,
+        *,
+        shape: DeltaShape,
+        project: MakeProjection,
+    ) -> None:
+        prefix, hidden_size = f"model.layers.{index}.linear_attn", spec.config.hidden_size
+        num_heads, kernel = shape.linear_num_value_heads, shape.linear_conv_kernel_dim
+        self.layer = None
+        self.spec = RecurrentSpec(index, shape)
+        self._project = project(prefix, shape, weights, hidden_size=hidden_size)
+        conv = weights.tensor(f"{prefix}.conv1d.weight", (shape.num_channels, 1, kernel))
+        self._conv = conv.squeeze(1)
+        self._decay = -weights.tensor(f"{prefix}.A_log", (num_heads,), is_wide=True).exp()
+        self._dt_bias = weights.tensor(f"{prefix}.dt_bias", (num_heads,), is_wide=True)
+        sizes = (shape.linear_value_head_dim,)
+        self._norm = weights.tensor(f"{prefix}.norm.weight", sizes, is_wide=True)
+        self._eps = spec.config.rms_norm_eps
+        self.out = weights.linear(
+            {f"{prefix}.out_proj": hidden_size}, in_features=shape.value_size, bias=False
+        )
+
+    def __call__(self, x: Tensor, cos_sin: Tensor, attend: Attend) -> Tensor:
+        """x [tokens, hidden] -> [tokens, hidden]."""
+        if not isinstance(attend, RecurrentAttend):
+            raise BugError(f"layer {self.spec.index} is recurrent, and its forward has no states")
+        parts = self._project(x)
+        log_decay = self._decay * functional.softplus(parts.a.to(self._decay.dtype) + self._dt_bias)
+        tokens = DeltaTokens(parts.channels, self._conv, log_decay, parts.b.sigmoid())
+        y = attend.advance(self.spec, tokens)
+        gate = functional.silu(parts.z.to(y.dtype))
+        normed = functional.rms_norm(y, self._norm.shape, self._norm, self._eps)
+        return self.out((normed * gate).to(x.dtype).flatten(1))
+
+
+def joined_projection(
+    prefix: str, shape: DeltaShape, weights: WeightSource, /, *, hidden_size: int
+) -> Callable[[Tensor], Projected]:
+    """The projections of Qwen3.5: q, k and v one after the other, and three more."""
+    num_heads = shape.linear_num_value_heads
+    parts = {"in_proj_qkv": shape.num_channels, "in_proj_z": shape.value_size}
+    wide = weights.linear(
+        {f"{prefix}.{name}": size for name, size in parts.items()},
+        in_features=hidden_size,
+        bias=False,
+    )
+    names = (f"{prefix}.in_proj_b", f"{prefix}.in_proj_a")
+    narrow = weights.linear(dict.fromkeys(names, num_heads), in_features=hidden_size, bias=False)
+
+    def project(x: Tensor) -> Projected:
+        channels, z = wide(x).split((shape.num_channels, shape.value_size), dim=-1)
+        b, a = narrow(x).chunk(2, dim=-1)
+        return Projected(channels, z.unflatten(-1, (num_heads, -1)), b, a)
+
+    return project
+
+
+def grouped_projection(
+    prefix: str, shape: DeltaShape, weights: WeightSource, /, *, hidden_size: int
+) -> Callable[[Tensor], Projected]:
+    """The projections of Qwen3-Next: each key head with the value heads that it serves."""
+    num_groups, num_heads = shape.linear_num_key_heads, shape.linear_num_value_heads
+    value_size = shape.value_size // num_groups
+    sizes = (2 * shape.linear_key_head_dim, value_size, value_size)
+    wide = weights.linear(
+        {f"{prefix}.in_proj_qkvz": num_groups * sum(sizes)}, in_features=hidden_size, bias=False
+    )
+    narrow = weights.linear(
+        {f"{prefix}.in_proj_ba": 2 * num_heads}, in_features=hidden_size, bias=False
+    )
+
+    def project(x: Tensor) -> Projected:
+        qk, v, z = wide(x).unflatten(-1, (num_groups, -1)).split(sizes, dim=-1)
+        q, k = qk.chunk(2, dim=-1)
+        b, a = narrow(x).unflatten(-1, (num_groups, -1)).chunk(2, dim=-1)
+        channels = torch.cat([part.flatten(1) for part in (q, k, v)], dim=-1)
+        return Projected(
+            channels, z.flatten(1).unflatten(-1, (num_heads, -1)), b.flatten(1), a.flatten(1)
+        )
+
+    return project

@@ -1,0 +1,204 @@
+"""Gated DeltaNet's recurrence for rows of a batch: short convolutions, then the gated delta rule.
+
+Channels hold what is to become queries, keys and values, one after the other. conv is causal and
+has weights of its own for each channel:
+
+    [q ; k ; v]_t = silu(sum_j w_j channels_{t - width + 1 + j})
+
+A head of values keeps a matrix S [d_k, d_v], which maps keys to values. A token with the log decay
+g <= 0 and the rate beta in (0, 1) changes it, and reads it. Its k has the length 1, and its q the
+length d_k^-0.5. Each head of queries and keys serves several neighbouring heads of values.
+
+    S = exp(g) S + k (beta (v - k^T exp(g) S))        y = q^T S
+
+Many tokens are computed in chunks. With c the running sum of g within a chunk, and L the strictly
+lower triangle, the corrections u of all its tokens solve one triangular system, and products of
+matrices do the rest:
+
+    (I + L(beta k k^T exp(c_i - c_j))) u = beta (v - exp(c) k S)
+    y = exp(c) q S + lower(q k^T exp(c_i - c_j)) u
+    S = exp(c_last) S + (exp(c_last - c) k)^T u
+
+A row keeps the matrices, and the inputs of conv for its last tokens; a row without KV begins with
+zeros. Source: https://arxiv.org/abs/2412.06464 (Gated DeltaNet), and for the form in chunks
+https://arxiv.org/abs/2406.06484
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+CHUNK = 64  # tokens
+LENGTH_EPS = 1e-6  # added to the squared lengths of queries and keys, in the reference code
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaStates:
+    """The states of one layer, by row; row 0 is padding."""
+
+    matrices: Tensor  # [max_rows + 1, value heads, d_k, d_v], at least float32
+    inputs: Tensor  # [max_rows + 1, width - 1, channels], the last inputs of conv
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaTokens:
+    """The tokens of one forward, before conv."""
+
+    channels: Tensor  # [tokens, channels]
+    conv: Tensor  # [channels, width]
+    log_decay: Tensor  # [tokens, value heads], at least float32
+    rate: Tensor  # [tokens, value heads]
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRows:
+    """The rows of one forward. Tensors are int64."""
+
+    rows: Tensor  # [rows], their numbers
+    kv_lens: Tensor  # [rows], before this forward
+    query_lens: Tensor  # [rows]
+    cu_query_lens: Tensor  # [rows + 1]
+    token_to_row: Tensor  # [tokens], index into rows
+    query_lens_cpu: npt.NDArray[np.int32]  # [rows]
+
+
+class AdvanceRows(Protocol):
+    def __call__(self, tokens: DeltaTokens, rows: DeltaRows, states: DeltaStates, /) -> Tensor:
+        """Does what `advance_rows_ref` does."""
+
+
+def advance_rows_ref(tokens: DeltaTokens, rows: DeltaRows, states: DeltaStates) -> Tensor:
+    """Advances the states of the rows by their tokens -> y [tokens, value heads, d_v], of the
+    states' dtype. The host reads `query_lens_cpu` alone, so that the operators can be captured."""
+    _, num_heads, key_dim, value_dim = states.matrices.shape
+    is_new = (rows.kv_lens == 0)[:, None, None]
+    channels = functional.silu(_convolved(tokens, rows, states, is_new)).to(states.matrices.dtype)
+    qk, v = channels.split((channels.shape[1] - num_heads * value_dim, num_heads * value_dim), -1)
+    q, k = (_normalised(x.unflatten(-1, (-1, key_dim))) for x in qk.chunk(2, dim=-1))
+    per_key = num_heads // q.shape[1]
+    q = (q * key_dim**-0.5).repeat_interleave(per_key, dim=1)
+    k = k.repeat_interleave(per_key, dim=1)
+    v = v.unflatten(-1, (num_heads, value_dim))
+    parts = (q, k, v, tokens.log_decay, tokens.rate.to(v.dtype))
+    out = torch.empty_like(v)
+    for run in runs_of(rows.query_lens_cpu):
+        own = rows.rows[run.rows]
+        matrices = states.matrices.index_select(0, own)
+        matrices.masked_fill_(is_new[run.rows, None], 0)
+        given = DeltaInputs(*(part[run.tokens].unflatten(0, (len(own), -1)) for part in parts))
+        out[run.tokens] = delta_rule(given, matrices).flatten(0, 1)
+        states.matrices.index_copy_(0, own, matrices)
+    return out
+
+
+def _convolved(tokens: DeltaTokens, rows: DeltaRows, states: DeltaStates, is_new: Tensor) -> Tensor:
+    """Returns conv of the channels, [tokens, channels], and writes the rows' last inputs.
+
+    Each row's last inputs and its new ones stand one after the other in a table.
+    """
+    x = tokens.channels
+    width = tokens.conv.shape[1] - 1
+    steps = torch.arange(width, device=x.device)
+    numbers = torch.arange(len(rows.rows), device=x.device)
+    begins = rows.cu_query_lens[:-1] + numbers * width
+    places = torch.arange(len(x), device=x.device) + (rows.token_to_row + 1) * width
+    before = states.inputs.index_select(0, rows.rows).masked_fill_(is_new, 0)
+    table = x.new_empty(len(x) + len(rows.rows) * width, x.shape[1])
+    table.index_copy_(0, (begins[:, None] + steps).flatten(), before.flatten(0, 1))
+    table.index_copy_(0, places, x)
+    ends = (begins + rows.query_lens)[:, None] + steps
+    states.inputs.index_copy_(0, rows.rows, table[ends])
+    wide = torch.promote_types(x.dtype, torch.float32)
+    out = torch.zeros_like(x, dtype=wide)
+    for tap, weight in enumerate(tokens.conv.to(wide).unbind(1)):
+        out.addcmul_(table.index_select(0, places - width + tap).to(wide), weight)
+    return out
+
+
+def _normalised(x: Tensor) -> Tensor:
+    """x / |x|, of each head."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + LENGTH_EPS)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbouring rows of a forward with equally many tokens."""
+
+    rows: slice
+    tokens: slice
+
+
+def runs_of(query_lens: npt.NDArray[np.int32]) -> tuple[Run, ...]:
+    """Returns the runs of a forward, in order. All decodes of a step are mostly one run."""
+    ends = [*(np.flatnonzero(np.diff(query_lens)) + 1).tolist(), len(query_lens)]
+    tokens = np.concatenate(([0], np.cumsum(query_lens))).tolist()
+    starts = [0, *ends[:-1]]
+    return tuple(
+        Run(slice(first, end), slice(tokens[first], tokens[end]))
+        for first, end in zip(starts, ends, strict=True)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaInputs:
+    """The inputs of rows with equally many tokens, at least float32. Queries and keys have the
+    length 1, and queries are scaled."""
+
+    q: Tensor  # [rows, tokens, heads, d_k]
+    k: Tensor  # [rows, tokens, heads, d_k]
+    v: Tensor  # [rows, tokens, heads, d_v]
+    log_decay: Tensor  # [rows, tokens, heads]
+    rate: Tensor  # [rows, tokens, heads]
+
+    def tokens(self, first: int, stop: int) -> DeltaInputs:
+        """Returns the inputs of some of the tokens."""
+        parts = (self.q, self.k, self.v, self.log_decay, self.rate)
+        return DeltaInputs(*(part[:, first:stop] for part in parts))
+
+
+def delta_rule(inputs: DeltaInputs, states: Tensor) -> Tensor:
+    """Returns y [rows, tokens, heads, d_v], and leaves the last state in `states` [rows, heads,
+    d_k, d_v]."""
+    if inputs.v.shape[1] == 1:
+        return delta_rule_step(inputs, states)
+    return delta_rule_chunks(inputs, states)
+
+
+def delta_rule_step(inputs: DeltaInputs, states: Tensor) -> Tensor:
+    """Does what `delta_rule` does, for one token of each row."""
+    q, k, v = (x.squeeze(1).unsqueeze(-2) for x in (inputs.q, inputs.k, inputs.v))
+    states.mul_(inputs.log_decay.squeeze(1).exp()[..., None, None])
+    change = (v - k @ states) * inputs.rate.squeeze(1)[..., None, None]
+    states.add_(k.mT * change)
+    return (q @ states).squeeze(-2).unsqueeze(1)
+
+
+def delta_rule_chunks(inputs: DeltaInputs, states: Tensor) -> Tensor:
+    """Does what `delta_rule` does, for any number of tokens."""
+    num_tokens = inputs.v.shape[1]
+    chunks = (inputs.tokens(first, first + CHUNK) for first in range(0, num_tokens, CHUNK))
+    return torch.cat([_chunk(chunk, states) for chunk in chunks], dim=1)
+
+
+def _chunk(inputs: DeltaInputs, states: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
+    num_tokens = v.shape[2]
+    sums = inputs.log_decay.transpose(1, 2).cumsum(-1)
+    decay, rate = sums.exp()[..., None], inputs.rate.transpose(1, 2)[..., None]
+    # exp(c_i - c_j) of later tokens j would overflow, so these are left out before.
+    later = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=v.device).triu(1)
+    pairs = (sums[..., None] - sums[..., None, :]).masked_fill(later, -torch.inf).exp()
+    system = (rate * (k @ k.mT) * pairs).tril(-1)
+    wanted = rate * (v - decay * (k @ states))
+    change: Tensor = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    out = decay * (q @ states) + ((q @ k.mT) * pairs) @ change
+    left = (sums[..., -1:] - sums).exp()[..., None]
+    states.mul_(decay[..., -1:, :]).add_((left * k).mT @ change)
+    return out.transpose(1, 2)

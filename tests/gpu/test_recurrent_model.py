@@ -1,0 +1,201 @@
+"""Models with recurrent layers in the whole engine: however steps are cut, mixed, overlapped, lost
+and begun anew, each row's state is that of its own tokens alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from aserve.errors import ConfigError
+from aserve.gpu.attention.recurrent import RecurrentBackend
+from aserve.gpu.build import BuildOptions, build_executor, build_on
+from aserve.gpu.executor import TorchExecutor
+from aserve.gpu.models.base import CausalModel
+from aserve.gpu.spec.request import SpecOptions
+from aserve.messages.base import array_i32
+from aserve.messages.requests import AdmitRequest, ReasoningIds
+from tests.fakes.graph_device import GraphDevice
+from tests.gpu.drive import captured, request, serve
+from tests.load_model import load_model
+from tests.parity.dense_attend import DenseAttend
+from tests.parity.references import VOCAB_SIZE, make_reference
+
+pytestmark = pytest.mark.slow
+
+NUM_TOKENS = 14
+PROMPT_LENS = (1, 3, 30, 70, 30, 9)
+OVERLAP: dict[str, Any] = {"depth": 2, "lead": 2}
+WAYS: dict[str, dict[str, Any]] = {
+    "one at a time": {"depth": 1, "lead": 1, "max_rows": 1},
+    "overlap": OVERLAP,
+    "three steps ahead": {"depth": 3, "lead": 3},
+    "chunks, mixed steps": {**OVERLAP, "page_size": 1, "num_pages": 500, "max_batched_tokens": 11},
+    "retraction": {**OVERLAP, "page_size": 4, "num_pages": 30},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("recurrent")
+    make_reference("qwen3.5", directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> CausalModel:
+    return load_model(folder, dtype="float64")
+
+
+def asks(**options: Any) -> list[AdmitRequest]:
+    draws = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(VOCAB_SIZE, (n,), generator=draws).tolist() for n in PROMPT_LENS]
+    return [
+        request(f"r{number}", prompt, max_tokens=NUM_TOKENS, **options)
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def executor_of(folder: Path, **options: Any) -> TorchExecutor:
+    settings = {"dtype": "float64", "num_pages": 60, "max_rows": 4, **options}
+    return build_executor(BuildOptions(folder, debug_checks=True, **settings))
+
+
+@torch.inference_mode()
+def greedy(model: CausalModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """By the whole history of one sequence, token after token."""
+    attend, tokens = DenseAttend(), list[int]()
+
+    def next_of(ids: Sequence[int], first: int) -> int:
+        positions = torch.arange(first, first + len(ids))
+        hidden = model.forward(torch.tensor(ids), positions, attend)
+        return int(model.logits(hidden[-1:]).argmax())
+
+    given: Sequence[int] = prompt
+    while len(tokens) < num_tokens:
+        tokens.append(next_of(given, len(prompt) + len(tokens) - len(given)))
+        given = tokens[-1:]
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def expected(model: CausalModel) -> dict[tuple[str, int], list[int]]:
+    return {
+        (each.request_id, 0): greedy(model, array_i32(each.prompt_ids).tolist(), NUM_TOKENS)
+        for each in asks()
+    }
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_are_those_of_each_sequence_alone(
+    folder: Path, expected: dict[tuple[str, int], list[int]], way: str
+) -> None:
+    served = serve(executor_of(folder, **WAYS[way]), asks(), chaos=3)
+    assert served.outputs == expected
+    assert (served.num_retracted > 0) is (way == "retraction")
+    assert served.num_cached == 0
+    assert len({token for tokens in expected.values() for token in tokens}) > 20
+
+
+def test_rows_that_are_retracted_at_any_time_begin_with_an_empty_state(
+    folder: Path, expected: dict[tuple[str, int], list[int]]
+) -> None:
+    served = serve(executor_of(folder, **OVERLAP), asks(), chaos=7, retract_rate=0.1)
+    assert served.outputs == expected
+    assert served.num_retracted > 1
+
+
+def test_a_failed_step_leaves_no_trace_in_the_states(
+    folder: Path, expected: dict[tuple[str, int], list[int]]
+) -> None:
+    """The states of its rows have advanced, in some layers or in all."""
+    executor = executor_of(folder, **OVERLAP)
+    fail_forwards(executor, {4, 9, 10, 17})
+    served = serve(executor, asks(), chaos=3)
+    assert served.num_resyncs >= 3
+    assert served.outputs == expected
+
+
+def fail_forwards(executor: TorchExecutor, failing: set[int]) -> None:
+    """These forwards, counted from 1 on, raise behind their last layer."""
+    runner = executor._runner
+    forward, count = runner.model.forward, 0
+
+    class Failing:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(model, name)
+
+        def forward(self, *arguments: Any, **options: Any) -> Tensor:
+            nonlocal count
+            count += 1
+            hidden = forward(*arguments, **options)
+            if count in failing:
+                raise RuntimeError("as the test wants it")
+            return hidden
+
+    model = runner.model
+    runner.model = Failing()
+
+
+def test_the_state_goes_back_where_the_end_of_reasoning_is_forced(
+    folder: Path, model: CausalModel
+) -> None:
+    """The forced ids replace a token that the device has sampled, and mostly computed."""
+    end_ids, limit = (7, 8), 4
+    tags = ReasoningIds(opens=(), closes=(end_ids,), is_open=True, max_tokens=limit)
+    asked = asks(reasoning=tags)
+    served = serve(executor_of(folder, **OVERLAP), asked, chaos=3)
+    for each in asked:
+        prompt = array_i32(each.prompt_ids).tolist()
+        before = [*greedy(model, prompt, limit), *end_ids]
+        rest = greedy(model, [*prompt, *before], NUM_TOKENS - len(before))
+        assert served.outputs[each.request_id, 0] == [*before, *rest]
+
+
+def test_what_the_last_owner_of_a_row_left_behind_reaches_nobody(
+    folder: Path, expected: dict[tuple[str, int], list[int]]
+) -> None:
+    executor = executor_of(folder, **OVERLAP)
+    backend = executor._runner._parts.attention
+    assert isinstance(backend, RecurrentBackend)
+    for states in backend.states.values():
+        states.matrices.fill_(torch.nan)
+        states.inputs.fill_(torch.nan)
+    assert serve(executor, asks(), chaos=3).outputs == expected
+
+
+def test_captured_steps_advance_the_states_as_eager_ones_do(
+    folder: Path, expected: dict[tuple[str, int], list[int]]
+) -> None:
+    device = GraphDevice()
+    settings: dict[str, Any] = {**OVERLAP, "num_pages": 60, "max_rows": 4}
+    build = BuildOptions(folder, dtype="float64", attention="torch-ref", **settings)
+    served = serve(captured(build_on(device, build)), asks(), chaos=3)
+    assert served.outputs == expected
+    assert device.num_replays > 10
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"speculative": SpecOptions("NGRAM")}, "--speculative-algorithm"),
+        ({"two_batches": True}, "--enable-two-batch-overlap"),
+        ({"deterministic": True, "dtype": "float32"}, "--deterministic"),
+    ],
+)
+def test_what_recurrent_layers_cannot_do_is_refused_at_the_start(
+    folder: Path, options: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{named}.*recurrent layers"):
+        executor_of(folder, **options)
+
+
+def test_the_start_says_how_much_memory_the_states_take(folder: Path) -> None:
+    executor = executor_of(folder)
+    assert "MiB of states of recurrent layers" in executor.about
+    assert not executor.spec.prefix_cache
