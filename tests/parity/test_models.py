@@ -185,6 +185,27 @@ def test_longcat_flash_lite_is_longcat_flash_behind_an_embedding(tmp_path: Path)
     assert (got - without).abs().max() > 0.1
 
 
+def test_experts_in_one_tensor_are_those_in_tensors_of_their_own(
+    reference_of: ReferenceOf, tmp_path: Path
+) -> None:
+    """As the published checkpoints of Qwen3.5-MoE have them."""
+    reference = reference_of("qwen3.5-moe")
+    weights = load_file(reference.directory / "model.safetensors")
+    joined: dict[str, torch.Tensor] = {}
+    for layer in range(4):
+        prefix = f"model.layers.{layer}.mlp.experts"
+
+        def stack(part: str, prefix: str = prefix) -> torch.Tensor:
+            return torch.stack([weights.pop(f"{prefix}.{e}.{part}.weight") for e in range(4)])
+
+        joined[f"{prefix}.gate_up_proj"] = torch.cat((stack("gate_proj"), stack("up_proj")), dim=1)
+        joined[f"{prefix}.down_proj"] = stack("down_proj")
+    save_file({**weights, **joined}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((reference.directory / "config.json").read_text())
+    model = load_model(tmp_path, max_model_len=MAX_MODEL_LEN)
+    assert_close(logits_of(model, reference.tokens), reference)
+
+
 # Families that transformers has no code of, or whose models have no kind of their own.
 COMPARED_BY = {
     "LLaDA2MoeModelLM": test_diffusion_models.test_llada2_equals_plain_torch,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, TypeAlias
@@ -24,6 +25,11 @@ from aserve.gpu.weights.quantized import Quantization, QuantizedWeight
 from aserve.json_file import read_json_file
 
 CPU = torch.device("cpu")
+# The parts of tensors of all experts, by the ends of their names.
+JOINED_EXPERTS = {
+    ".experts.gate_up_proj": ("gate_proj", "up_proj"),
+    ".experts.down_proj": ("down_proj",),
+}
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES: Mapping[str, torch.dtype] = {
@@ -41,6 +47,8 @@ class StoredTensor(msgspec.Struct, frozen=True):
     name: str  # in the file
     shape: tuple[int, ...]
     dtype: str  # the format's name for it: F32, BF16, I8, ...
+    # Where a matrix lies in a tensor of all experts: its number, and its first row.
+    place: tuple[int, int] | None = None
 
 
 class _Fp8Parts(msgspec.Struct, frozen=True):
@@ -109,6 +117,7 @@ class Checkpoint:
             self._take_fp8()
             self._take_mxfp4()
             self._take_coded()
+            self._take_joined_experts()
             self._stack = stack.pop_all()
         return self
 
@@ -161,6 +170,11 @@ class Checkpoint:
     def _read_stored(self, name: str, part: tuple[slice, ...]) -> Tensor:
         stored = self.tensors[name]
         with self._explained(name) as file:
+            if stored.place is not None:
+                number, first = stored.place
+                rows, columns = part
+                own = slice(first + rows.start, first + rows.stop)
+                return file.get_slice(stored.name)[number, own, columns]
             is_whole = part == fp8.whole(stored.shape)
             return file.get_tensor(stored.name) if is_whole else file.get_slice(stored.name)[part]
 
@@ -276,6 +290,25 @@ class Checkpoint:
             self._coded[weight] = parts
             self.tensors[weight] = msgspec.structs.replace(own, shape=shape, dtype="F32")
 
+    def _take_joined_experts(self) -> None:
+        """Puts a matrix for each expert in the place of the tensors of all of them, as Qwen3.5 has
+        them: gate_up_proj [experts, 2 size, hidden], the gates first, and down_proj [experts,
+        hidden, size]. Those of gpt-oss, which have biases, are read as they are."""
+        found = {
+            name: own for name, own in self.tensors.items() if name.endswith((*JOINED_EXPERTS,))
+        }
+        for name, own in found.items():
+            if len(own.shape) != 3 or f"{name}_bias" in self.tensors:
+                continue
+            del self.tensors[name]
+            prefix, _, joined = name.rpartition(".")
+            parts = JOINED_EXPERTS[f".experts.{joined}"]
+            count, num_rows, num_in = own.shape
+            shape = (num_rows // len(parts), num_in)
+            for number, (place, part) in product(range(count), enumerate(parts)):
+                stored = msgspec.structs.replace(own, shape=shape, place=(number, place * shape[0]))
+                self.tensors.setdefault(f"{prefix}.{number}.{part}.weight", stored)
+
     def _check_index(self, index: Mapping[str, str]) -> None:
         lost = [name for name, file in index.items() if not self._is_in(name, file)]
         if lost:
@@ -294,7 +327,7 @@ class _Slice(Protocol):
 
     def get_dtype(self) -> str: ...
 
-    def __getitem__(self, part: tuple[slice, ...], /) -> Tensor: ...
+    def __getitem__(self, part: tuple[int | slice, ...], /) -> Tensor: ...
 
 
 class _File(Protocol):
