@@ -8,6 +8,7 @@ behind what, whenever it runs; `hazards` says what would be a race, or a wait, o
 - a stream reads or writes what another one wrote or reads, and no event orders them;
 - a pinned buffer is used again before the host has waited for its former use;
 - memory is given back while a stream that nobody told the allocator of may still use it;
+- a graph is replayed whose memory was given back, other than that of its capture;
 - the host waits, or copies from memory that is not pinned, inside a step.
 
 A graph keeps the work that was asked of its stream, and each replay asks for it again.
@@ -61,6 +62,8 @@ class Block:
     name: str
     values: torch.UntypedStorage
     owner: Stream | None  # None: pinned memory of the host
+    is_pooled: bool = False  # allocated in a capture, so only graphs get it again
+    is_freed: bool = False
     writer: tuple[int, int] | None = None  # stream and place in it
     readers: Clock = field(default_factory=dict)
     kept_for: set[int] = field(default_factory=set)
@@ -144,6 +147,7 @@ class Graph:
     def replay(self) -> None:
         self._cuda.num_replays += 1
         for work in self.work:
+            self._cuda.check_is_there(work)
             self._cuda.ask(work)
 
 
@@ -331,6 +335,11 @@ class FakeCuda:
             self._order(stream, work)
             self.enqueue(stream, work.run)
 
+    def check_is_there(self, work: Work) -> None:
+        for block in (*work.reads, *work.writes):
+            if block.is_freed and not block.is_pooled:
+                self.report(f"a graph replays {work.what} with {block.name}, which was given back")
+
     def _ask_operator(
         self, op: Any, arguments: Any, inputs: list[Tensor], made: list[Tensor]
     ) -> None:
@@ -424,7 +433,13 @@ class FakeCuda:
     def _allocate(self, tensor: Tensor, op: str) -> Block:
         storage = tensor.untyped_storage()
         values = torch.full((storage.nbytes(),), GARBAGE, dtype=torch.uint8).untyped_storage()
-        block = Block(f"what {op} made, {tuple(tensor.shape)}", values, owner=self.current_stream())
+        stream = self.current_stream()
+        block = Block(
+            f"what {op} made, {tuple(tensor.shape)}",
+            values,
+            owner=stream,
+            is_pooled=stream.graph is not None,
+        )
         self._blocks[storage._cdata] = block
         weakref.finalize(storage, self._on_free, storage._cdata, block).atexit = False
         return block
@@ -433,6 +448,7 @@ class FakeCuda:
         """NOTE: called wherever a last reference goes, so it takes no lock."""
         if self._blocks.get(key) is block:
             del self._blocks[key]
+        block.is_freed = True
         self._freed.append(block)
 
     def _collect(self) -> None:

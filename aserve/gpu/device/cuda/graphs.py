@@ -36,17 +36,18 @@ def capture(
         result = body(graph_break)
         failing.pop_all()
     graph.end()
-    return CudaCaptured(tuple(parts), graph, result)
+    return CudaCaptured(tuple(parts), graph, result, body)
 
 
 @dataclass(frozen=True, slots=True)
 class CudaCaptured:
     """A `Captured`. It keeps the outputs of its graphs alive, so that no later capture reuses their
-    memory."""
+    memory, and `body`, because the graphs read what that has from outside at the same addresses."""
 
     parts: tuple[tuple[CudaGraph, Tensor], ...]
     last: CudaGraph
     result: Tensor
+    body: Callable[[GraphBreak], Tensor]
 
     def replay(self, on_break: GraphBreak) -> Tensor:
         for graph, values in self.parts:

@@ -17,7 +17,7 @@ from aserve.errors import ConfigError
 from aserve.gpu.cudagraph.graphs import StepGraph, StepGraphs
 from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.gpu.decode.base import DecodeMode, OnPublish, StepRunner
-from aserve.gpu.device.base import slice_len_of
+from aserve.gpu.device.base import Captured, slice_len_of
 from aserve.gpu.device.cuda import ops
 from aserve.gpu.device.cuda.device import CudaDevice
 from aserve.gpu.device.cuda.ops import prepare_invariant
@@ -258,6 +258,19 @@ def test_memory_that_runs_out_while_capturing_costs_graphs_and_no_token(
 
 
 # ---------------------------------------------------------------- memory
+
+
+def adding(device: CudaDevice, number: float) -> Captured:
+    own = torch.full((1,), number, device=device.torch_device)
+    return device.capture(lambda _break: own + 1)
+
+
+def test_what_a_captured_function_reads_stays_where_it_is_until_the_capture_goes() -> None:
+    cuda = FakeCuda()
+    device = CudaDevice(cuda)
+    with torch.inference_mode(), device.stream():
+        result = adding(device, 5.0).replay(lambda _values: None)
+    assert cuda.read(result).tolist() == [6.0]
 
 
 async def test_kv_gets_what_the_largest_step_leaves_of_the_share(
