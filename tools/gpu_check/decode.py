@@ -55,6 +55,7 @@ def measure(setting: Setting, which: str) -> Figures:
     figures["copy_gb_per_s"] = round(copy_rate(sizes.copy_bytes, device.torch_device) / 1e9, 1)
     figures |= _bandwidth(figures, model.step_bytes)
     setting.keep(figures)
+    watch.clear()  # the last graph keeps what it reads, such as the pools
     del bench, executor
     scenarios = [Scenario(f"b{n}", n, sizes.input_len, sizes.output_len) for n in sizes.batches]
     rates = embedded_rates(scenarios, resolved, repeats=sizes.repeats)

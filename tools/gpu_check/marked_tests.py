@@ -22,7 +22,8 @@ KERNELS = "tests/kernels/"
 def measure(_setting: Setting, path: str) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider")
+        # WHY -v: the last line of the log is the test that a part which is killed was in.
+        command = (sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider")
         arguments = (*_processes(path), f"--junitxml={report}", path)
         ended = subprocess.run((*command, *arguments), cwd=ROOT, check=False)
         if not report.exists():

@@ -40,12 +40,15 @@ def run_process(order: Order, log: Path, limit_s: float) -> Ended:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0
         )
+        code: int | None = None
         try:
-            code = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            return Ended(limit_s, f"killed: it had not ended after {limit_s:.0f} s", is_killed=True)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(limit_s)
         finally:
             _end_group(process)
+    if code is None:
+        reason = f"killed: it had not ended after {limit_s:.0f} s; its last line: {_last(log)}"
+        return Ended(limit_s, reason, is_killed=True)
     took_s = round(time.monotonic() - begin_s, 1)
     if code < 0:
         name = signal.Signals(-code).name

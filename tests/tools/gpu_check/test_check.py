@@ -91,6 +91,17 @@ def test_a_part_that_hangs_is_killed_at_its_limit(tmp_path: Path) -> None:
     assert "had not ended after 0 s" in found.reason
 
 
+def test_a_part_that_is_killed_says_what_it_was_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho one.py::test_that_hangs\nsleep 60\n")
+    program.chmod(0o700)
+    monkeypatch.setattr("sys.executable", str(program))
+    found = check(tmp_path, {"one": part(limit_s=2.0)})["one"]
+    assert found.reason.endswith("its last line: one.py::test_that_hangs")
+
+
 def test_what_was_interrupted_is_begun_once_more_and_then_given_up(tmp_path: Path) -> None:
     stored(tmp_path, "one", status="running", attempt=1)
     lacking = dataclasses.replace(part(), needs=("no_such_package",))
