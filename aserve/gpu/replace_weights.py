@@ -45,6 +45,8 @@ def _copies_of(old: object, new: object, rebind: Callable[[object], None]) -> It
     elif isinstance(old, Tensor) and isinstance(new, Tensor):
         _check_alike(old, new)
         yield partial(old.copy_, new)
+    elif isinstance(old, Tensor) or isinstance(new, Tensor):
+        raise ConfigError("a weight that is not in both models cannot take over the other one")
     elif isinstance(old, np.ndarray) and isinstance(new, np.ndarray):
         _check_alike(old, new)
         yield partial(np.copyto, old, new)

@@ -14,11 +14,13 @@ from aserve.errors import ConfigError, EngineError
 from aserve.gpu.device.cpu.kernel_linear import QuantLinear, TiledLinear
 from aserve.gpu.device.cpu.linear import Fp16StoredLinear, PackedLinear, PerToken
 from aserve.gpu.device.cpu.ops import CompiledNorm
+from aserve.gpu.device.cuda.quantized import WeightOnlyLinear, matrix_of
 from aserve.gpu.layers.linear import Linear, LinearOp
 from aserve.gpu.layers.norm import HeadNorms
 from aserve.gpu.live_loader import LiveLoader
 from aserve.gpu.replace_weights import copies
 from aserve.gpu.weight_check import WeightChecker, hashes_of
+from aserve.gpu.weights.quantized import rounded
 from aserve.messages.changes import CheckWeights
 from aserve_kernels.cpu.gemm import compile_packed_linear
 from aserve_kernels.cpu.quant_linear import compile_quant_linear
@@ -85,6 +87,19 @@ def test_a_norm_that_is_a_kernel_with_its_weight_takes_over_the_other_one() -> N
 def test_another_shape_or_dtype_is_refused_before_the_first_copy(other: Linear) -> None:
     with pytest.raises(ConfigError, match="cannot take over"):
         list(copies(Linear(drawn(2, 2, 4)), other))
+
+
+@pytest.mark.parametrize("layers", [(1, 0), (0, 1)])
+def test_codes_of_4_bits_with_offsets_and_without_are_not_taken_over(
+    layers: tuple[int, int],
+) -> None:
+    """A layer of zeros has none; with those of another layer it would compute something else."""
+    made = [
+        WeightOnlyLinear(matrix_of(rounded(drawn(1, 8, 128) * scale, 4)), None, is_invariant=False)
+        for scale in layers
+    ]
+    with pytest.raises(ConfigError, match="cannot take over"):
+        list(copies(*made))
 
 
 class UnreadableWeights(WeightChecker):
