@@ -155,6 +155,7 @@ def advice(found: Findings) -> Iterator[str]:
             f"{found.num_kernels - found.num_compiled_kernels} kernels are not compiled yet, so "
             "the first start takes longer. Run `aserve kernels build`."
         )
+    yield from link_advice(found.links, found.shared_bytes)
     if found.cuda_devices:
         return
     if found.cpu_quota is not None and found.cpu_quota < found.num_cores:
@@ -174,7 +175,6 @@ def advice(found: Findings) -> Iterator[str]:
             f"Only {_gib(found.free_memory_bytes)} of memory are free, and KV gets a quarter of "
             "it. More memory keeps more sequences and more cached prompts."
         )
-    yield from link_advice(found.links, found.shared_bytes)
 
 
 def _cpu_name() -> str:

@@ -77,9 +77,12 @@ def without(package: str) -> dict[str, str | None]:
         ({"shared_bytes": 64 << 20}, "Only 64 MiB of shared memory"),
         ({"links": replace(LINKS, shared_rate=0.2)}, "shared memory run at 0.2 GiB/s"),
         ({"links": replace(LINKS, loopback_rate=0.1)}, "loopback interface carries 0.1 GiB/s"),
-        ({"links": replace(GPUS, apart=((0, 1),))}, "GPUs 0 and 1 cannot read"),
-        ({"links": replace(GPUS, nccl=None)}, "without NCCL"),
-        ({"links": replace(GPUS, nixl=None)}, "NIXL is not installed"),
+        (
+            {"cuda_devices": (GPU, GPU), "links": replace(GPUS, apart=((0, 1),))},
+            "GPUs 0 and 1 cannot read",
+        ),
+        ({"cuda_devices": (GPU, GPU), "links": replace(GPUS, nccl=None)}, "without NCCL"),
+        ({"cuda_devices": (GPU, GPU), "links": replace(GPUS, nixl=None)}, "NIXL is not installed"),
     ],
 )
 def test_each_finding_that_costs_speed_has_one_advice(changes: dict[str, Any], words: str) -> None:
