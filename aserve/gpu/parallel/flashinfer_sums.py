@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aserve.gpu.attention.flashinfer.kernel_modules import BUILD_ERRORS
 from aserve.gpu.parallel.collectives import Collectives
 from aserve.gpu.parallel.fused_norm import FusedSumNorm, sum_norm_ref
 from aserve.gpu.parallel.host_comm import HostComm
@@ -80,9 +81,9 @@ def flashinfer_sum_norm(
 
 
 def _made(host: Collectives, hidden_size: int, dtype: torch.dtype) -> FlashInferSumNorm | None:
-    from flashinfer import comm
-
     try:
+        from flashinfer import comm
+
         workspace = comm.create_allreduce_fusion_workspace(
             backend=BACKEND,
             world_size=host.num_ranks,
@@ -93,7 +94,7 @@ def _made(host: Collectives, hidden_size: int, dtype: torch.dtype) -> FlashInfer
             comm_backend=HostComm(host),
         )
         return FlashInferSumNorm(comm, workspace)
-    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+    except BUILD_ERRORS as error:
         logger.warning("sums and norms are not fused, because FlashInfer cannot: %s", error)
         return None
 

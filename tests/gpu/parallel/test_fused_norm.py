@@ -135,6 +135,23 @@ def test_a_kernel_that_sums_wrongly_on_one_rank_is_left_out_on_all(
     assert found == [None, None]
 
 
+def without_ninja(**_: object) -> None:
+    raise FileNotFoundError("No such file or directory: 'ninja'")
+
+
+@pytest.mark.parametrize("found", [{}, {"create_allreduce_fusion_workspace": without_ninja}])
+def test_ranks_sum_without_a_kernel_that_cannot_be_imported_or_compiled(
+    found: dict[str, Any], tmp_path: Path, install: Callable[[Any], None]
+) -> None:
+    install(SimpleNamespace(**found))
+    if not found:
+        vars(sys.modules["flashinfer"]).clear()
+    made = on_ranks(
+        tmp_path / "store", lambda ranks: flashinfer_sum_norm(ranks, ranks, 24, CPU, torch.bfloat16)
+    )
+    assert made == [None, None]
+
+
 def test_ranks_exchange_what_flashinfer_sends(tmp_path: Path) -> None:
     def run(ranks: GroupCollectives) -> list[object]:
         comm = HostComm(ranks)
