@@ -46,7 +46,7 @@ from aserve_kernels.packed_mask import ListedKeys, PackedMask, packed_mask
 from aserve_kernels.paged_decode import paged_decode
 from aserve_kernels.paged_extend import paged_extend
 from aserve_kernels.paged_rows import PagedRows, Scoring, TreeMask
-from aserve_kernels.paged_tiles import KvSplits
+from aserve_kernels.paged_tiles import Chip, KvSplits
 from aserve_kernels.penalties import penalise
 from aserve_kernels.prepare_inputs import PackedInputs, Tables, prepare_inputs
 from aserve_kernels.punica import add_lora
@@ -62,6 +62,7 @@ from tests.kernels.lora_case import Shape, draw_case
 
 AMPERE, ADA, HOPPER = 80, 89, 90
 SHARED_BYTES = {AMPERE: 163 << 10, ADA: 99 << 10, HOPPER: 227 << 10}  # that a program may use
+H200 = KvSplits(Chip(132, SHARED_BYTES[HOPPER]))  # whose tiles have more stages
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 # Kernels whose loop over tiles must be software-pipelined with asynchronous copies (cp.async).
 PIPELINED = (
@@ -234,7 +235,7 @@ def call_latent_decode(
     *,
     dtype: torch.dtype = BF16,
     kv_dtype: torch.dtype | None = None,
-    fixed_split: int | None = None,
+    splits: KvSplits | None = None,
     has_trees: bool = False,
 ) -> None:
     """The sizes of DeepSeek-V3."""
@@ -244,7 +245,7 @@ def call_latent_decode(
     latents = zeros(16, 1, 576, dtype=kv_dtype or dtype)
     seen = zeros(num_tokens, 4, dtype=torch.bool)
     latent_decode(
-        q, latents, paged, Scoring(0.1), out=out, splits=KvSplits(fixed_split=fixed_split),
+        q, latents, paged, Scoring(0.1), out=out, splits=splits or KvSplits(),
         trees=TokenTrees(seen, lens) if has_trees else None,
     )  # fmt: skip
 
@@ -333,13 +334,15 @@ LATENTS: tuple[Callable[[], object], ...] = (
     lambda: call_latent_decode(has_trees=True),
     lambda: call_latent_decode(kv_dtype=FP8),
     lambda: call_latent_decode(kv_dtype=FP8, has_trees=True),
-    lambda: call_latent_decode(fixed_split=1024),
+    lambda: call_latent_decode(splits=KvSplits(fixed_split=1024)),
     lambda: call_latent_decode(dtype=torch.float32, has_trees=True),
 )
 # Kernels and variants that no step in STEPS launches.
 OTHERS: tuple[Callable[[], object], ...] = (
     *PRODUCTS,
     lambda: call_paged(splits=KvSplits(fixed_split=1024)),
+    lambda: call_paged(splits=H200),
+    lambda: call_paged(dtype=torch.float32, splits=H200),
     lambda: call_paged(head_dim=256, scoring=Scoring(0.1, window=30, softcap=50.0)),
     lambda: call_paged(kv_dtype=FP8),
     lambda: call_paged(has_trees=True),
@@ -347,6 +350,7 @@ OTHERS: tuple[Callable[[], object], ...] = (
     lambda: call_paged(scoring=Scoring(0.1, is_causal=False)),
     lambda: call_paged(scoring=Scoring(0.1, window=30, is_causal=False)),
     *LATENTS,
+    lambda: call_latent_decode(splits=H200),
     lambda: call_invariant_linear(WIDE_FROM),
     call_fp8_linear,
     call_few_rows_linear,
