@@ -22,6 +22,8 @@ from torch import Tensor
 from aserve.gpu.layers.norm import HeadNorms
 from aserve.gpu.layers.rope_scaling import Rope, attention_factor, inverse_frequencies
 
+SLICE = 1 << 16  # positions whose angles are computed at once
+
 
 class Rotary:
     """The table of cosines and sines of one RoPE, computed once when the model is built."""
@@ -39,16 +41,21 @@ class Rotary:
         pair_axes: Sequence[int] = (),
     ) -> None:
         """`pair_axes`: the axis that each pair uses; empty for one axis."""
+        self._axes = torch.tensor(
+            2 * [*pair_axes], dtype=torch.int64, device=device
+        )  # [rotary_dim], or [0]
+        # [max_model_len, rotary_dim]: cosines, then sines
+        self.table = torch.empty(max_model_len, rotary_dim, dtype=dtype, device=device)
+        if self.table.is_meta:  # an inventory's model, whose sizes nobody has checked yet
+            return
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         frequencies = inverse_frequencies(
             rope, rotary_dim, max_model_len=max_model_len, dtype=exact
         )
-        angles = torch.outer(torch.arange(max_model_len).to(exact), frequencies)
-        table = torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor(rope)
-        self.table = table.to(device, dtype)  # [max_model_len, rotary_dim]: cosines, then sines
-        self._axes = torch.tensor(
-            2 * [*pair_axes], dtype=torch.int64, device=device
-        )  # [rotary_dim], or [0]
+        for start in range(0, max_model_len, SLICE):
+            rows = self.table[start : start + SLICE]
+            angles = torch.outer(torch.arange(start, start + len(rows)).to(exact), frequencies)
+            rows.copy_(torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor(rope))
 
     def at(self, positions: Tensor) -> Tensor:
         """positions int64 [tokens] or [axes, tokens], below max_model_len -> [tokens, rotary_dim],

@@ -83,7 +83,9 @@ class NativeLoader:
         size_bytes, dtype = inventory.size_bytes, plan.dtype
         progress = LoadProgress(size_bytes, dtype=dtype, on_progress=plan.on_progress)
         if plan.is_dummy:
-            target.check_room(inventory.held_bytes(target.bits), dtype)
+            held_bytes = inventory.held_bytes(target.bits)
+            target.check_room(held_bytes, dtype)
+            check_rope_table(config, context_len, dtype, target.free_bytes - held_bytes)
             dummy = DummyWeights(target, dtype=dtype, progress=progress)
             return build(config, target.wrapped(dummy), max_model_len=context_len)
         with Checkpoint(
@@ -96,7 +98,9 @@ class NativeLoader:
             # Every stage checks the whole, so that all of them refuse it, or none.
             is_staged = target.stage.count > 1
             check_fit(self._inventory(dtype, self.config) if is_staged else inventory, checkpoint)
-            target.check_room(inventory.held_bytes(target.bits, checkpoint.is_quantized), dtype)
+            held_bytes = inventory.held_bytes(target.bits, checkpoint.is_quantized)
+            target.check_room(held_bytes, dtype)
+            check_rope_table(config, context_len, dtype, target.free_bytes - held_bytes)
             reader = WeightReader(checkpoint, target, dtype=dtype, progress=progress)
             with ReadAhead(checkpoint.paths):
                 return build(config, target.wrapped(reader), max_model_len=context_len)
@@ -183,4 +187,18 @@ def check_layer_count(file: Fields, free_bytes: int) -> None:
             "num_hidden_layers",
             expected="a number of layers that fits into memory: these take at least "
             f"{size_bytes / GIB:,.1f} GiB, and {free_bytes / GIB:,.1f} GiB are available",
+        )
+
+
+def check_rope_table(
+    config: ModelConfig, max_model_len: int, dtype: torch.dtype, left_bytes: int
+) -> None:
+    """Refuses a context whose rope table is larger than the memory beside the weights."""
+    size_bytes = max_model_len * config.rotary_dim * dtype.itemsize
+    if size_bytes > left_bytes:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}, but the rope table of as many positions needs "
+            f"{size_bytes / GIB:,.3f} GiB, and {left_bytes / GIB:,.3f} GiB are available beside "
+            "the weights; choose a smaller --max-model-len",
+            param="max_model_len",
         )

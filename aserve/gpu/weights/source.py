@@ -278,10 +278,13 @@ class Target:
         """Returns the source that a model of this target is built from."""
         return self.divide(self.wrap(self.part(source), self.shard))
 
+    @property
+    def free_bytes(self) -> int:
+        return available_memory_bytes() if self.memory_bytes is None else self.memory_bytes
+
     def check_room(self, size_bytes: int, dtype: torch.dtype) -> None:
         """Refuses weights that are larger than the free memory, before any is read."""
-        free_bytes = available_memory_bytes() if self.memory_bytes is None else self.memory_bytes
-        if size_bytes > free_bytes:
+        if size_bytes > (free_bytes := self.free_bytes):
             raise ConfigError(
                 f"the model's weights need {size_bytes / GIB:.3f} GiB as "
                 f"{str(dtype).removeprefix('torch.')}, but only {free_bytes / GIB:.3f} GiB are "

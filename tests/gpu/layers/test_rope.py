@@ -39,6 +39,12 @@ def test_half_types_have_the_table_of_float32_rounded_once() -> None:
     assert torch.equal(rotary(dtype=torch.bfloat16).table, exact.to(torch.bfloat16))
 
 
+def test_a_table_made_in_slices_is_the_one_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = rotary().table
+    monkeypatch.setattr("aserve.gpu.layers.rope.SLICE", 100)
+    assert torch.equal(rotary().table, whole)
+
+
 def test_a_position_beyond_max_model_len_is_an_error() -> None:
     with pytest.raises(IndexError):
         rotary(max_model_len=16).at(torch.tensor([16]))

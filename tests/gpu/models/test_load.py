@@ -184,12 +184,39 @@ def test_a_model_larger_than_memory_is_refused_before_a_value_is_made(
     directory = write_checkpoint(tmp_path, llama_weights())
     needed = _total_bytes(directory)
     load = partial(load_model, directory, load_format=load_format)
-    load(target=Target(memory_bytes=needed))
+    rope_table = 16 * 4 * 4
+    load(target=Target(memory_bytes=needed + rope_table))
     calls: list[int] = []
     target = Target(memory_bytes=needed - 1)
     with pytest.raises(ConfigError, match=r"weights need 0\.000 GiB as float32, but only 0\.000"):
         load(target=target, on_progress=lambda done, _: calls.append(done))
     assert calls == []
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_a_rope_table_larger_than_memory_is_refused_before_a_value_is_made(
+    load_format: str, tmp_path: Path
+) -> None:
+    directory = write_checkpoint(tmp_path, llama_weights(), max_position_embeddings=2**31 - 1)
+    load = partial(load_model, directory, load_format=load_format)
+    calls: list[int] = []
+    target = Target(memory_bytes=1 << 30)
+    with pytest.raises(ConfigError) as caught:
+        load(target=target, on_progress=lambda done, _: calls.append(done))
+    assert str(caught.value) == (
+        "max_model_len is 2147483647, but the rope table of as many positions needs 32.000 GiB, "
+        "and 1.000 GiB are available beside the weights; choose a smaller --max-model-len"
+    )
+    assert calls == []
+    assert load(target=target, max_model_len=64).max_model_len == 64
+
+
+def test_heads_that_do_not_fit_the_weights_are_refused_before_their_frequencies_are_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = write_checkpoint(tmp_path, llama_weights(), head_dim=64)
+    monkeypatch.delattr("aserve.gpu.layers.rope.inverse_frequencies")
+    assert "q_proj.weight is 8x8 instead of 128x8" in refusal_of(directory)
 
 
 def test_what_a_norm_adds_to_its_weight_is_not_rounded_away(tmp_path: Path) -> None:
