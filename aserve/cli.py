@@ -85,7 +85,8 @@ ROUTE_OPTIONS = frozenset(
         *("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"),
         *("api_key", "api_key_file", "admin_api_key", "public_metrics", "allowed_hosts"),
         *("max_body_size", "max_connections", "header_timeout", "body_timeout"),
-        *("keep_alive_timeout", "drain_timeout", "log_level", "log_format", "config"),
+        *("write_timeout", "keep_alive_timeout", "drain_timeout"),
+        *("log_level", "log_format", "config"),
         *(item.name for item in options_of(RouterOptions)),
     }
 )

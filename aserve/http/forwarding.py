@@ -31,10 +31,11 @@ from aserve.http.frontend_requests import (
     session_with,
     silence,
 )
-from aserve.http.peers import EXPIRES, RAW_BODY, Peers, owner_of
+from aserve.http.peers import EXPIRES, RAW_BODY, owner_of
 from aserve.http.route import METRICS, Route
 from aserve.http.state import HttpContext
 from aserve.http.websocket_relay import client_socket, pump_both
+from aserve.unread import UnreadAnswer
 
 # Every frontend serves these.
 LOCAL = frozenset(
@@ -79,7 +80,7 @@ async def _dispatch(route: Route, request: web.Request, context: HttpContext) ->
     if route.path in MERGED:
         return await ask_all(route, request, peers)
     if route.path in BY_ID:
-        return await _ask_by_id(route, request, peers)
+        return await _ask_by_id(route, request, context)
     target = peers.number if route.path in LOCAL else 0
     if request.headers.get(LAST_EVENT_ID):
         target = owner_of(request.headers[LAST_EVENT_ID])
@@ -119,11 +120,11 @@ async def _forward(
             return await _relay(request, context, target)
         data = body or (request.content if request.can_read_body else None)
         async with ask(request, peers, target, data) as answer:
-            return await pass_on(answer, request)
+            return await pass_on(answer, request, timeout_s=context.options.write_timeout)
     except GONE as error:
         if is_silent(error):
             raise silence([target], request.path) from None
-        if isinstance(error, ConnectionResetError):  # the client has gone
+        if isinstance(error, ConnectionResetError | UnreadAnswer):  # the client has gone
             raise
         if target:
             raise NotFound("The frontend that made this id has ended.") from None
@@ -152,17 +153,21 @@ async def _relay(request: web.Request, context: HttpContext, target: int) -> web
         return client
 
 
-async def _ask_by_id(route: Route, request: web.Request, peers: Peers) -> web.StreamResponse:
+async def _ask_by_id(
+    route: Route, request: web.Request, context: HttpContext
+) -> web.StreamResponse:
     """Asks the frontend that made the id. An id may also be the client's own, so the others are
     asked if that one does not know it.
     """
+    peers, timeout_s = context.peers, context.options.write_timeout
     body = await body_of(request)
     owner = owner_of(request.match_info["id"])
     numbers = sorted(peers.numbers(), key=lambda number: number == owner, reverse=True)
     for number in numbers:
         asked = ask(request, peers, number, body)
         try:
-            response = await _known(request, asked, is_last=number == numbers[-1])
+            is_last = number == numbers[-1]
+            response = await _known(request, asked, is_last=is_last, timeout_s=timeout_s)
         except (TimeoutError, aiohttp.ClientConnectorError) as error:
             if is_silent(error):
                 raise silence([number], route.path) from None
@@ -177,9 +182,10 @@ async def _known(
     asked: AbstractAsyncContextManager[aiohttp.ClientResponse],
     *,
     is_last: bool,
+    timeout_s: float,
 ) -> web.StreamResponse | None:
     """Returns None if the frontend does not know the id and is not the last one to be asked."""
     async with asked as answer:
         if answer.status == NotFound.status and not is_last:
             return None
-        return await pass_on(answer, request)
+        return await pass_on(answer, request, timeout_s=timeout_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import time
 from collections.abc import AsyncIterator, Coroutine, Set
 from typing import Any, TypeAlias
@@ -15,7 +16,7 @@ from multidict import MultiMapping
 
 from aserve.errors import EngineDead, ErrorInfo
 from aserve.http.cut_streams import last_events
-from aserve.http.delivery import closer_of
+from aserve.http.delivery import closer_of, with_deadline
 from aserve.http.errors import STARTED, StartedAnswer
 from aserve.http.intake import INTAKE
 from aserve.http.peers import EXPIRES, FORWARDED, PASSED_ON, Peers
@@ -141,12 +142,17 @@ def end_to_end(given: MultiMapping[str]) -> Headers:
     return [(name, value) for name, value in given.items() if name.lower() not in dropped]
 
 
-async def pass_on(answer: aiohttp.ClientResponse, request: web.Request) -> web.StreamResponse:
-    """Streams the answer of another frontend to the client, whose speed is then that of both."""
+async def pass_on(
+    answer: aiohttp.ClientResponse, request: web.Request, *, timeout_s: float
+) -> web.StreamResponse:
+    """Streams the answer of another frontend to the client, whose speed is then that of both. One
+    that reads nothing for `timeout_s` is closed.
+    """
     headers = end_to_end(answer.headers)
     request[REQUEST_ID] = answer.headers.get("X-Request-Id", request[REQUEST_ID])
     response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
     await response.prepare(request)
+    within_limit = functools.partial(with_deadline, request=request, timeout_s=timeout_s)
     piece = b""
 
     async def fail(info: ErrorInfo) -> None:
@@ -154,16 +160,15 @@ async def pass_on(answer: aiohttp.ClientResponse, request: web.Request) -> web.S
         if last is None:
             closer_of(request)()
             return
-        await response.write(last)
-        await response.write_eof()
+        await within_limit(response.write_eof(last))
 
     request[STARTED] = StartedAnswer(response, fail)
     try:
         async for piece in answer.content.iter_any():
-            await response.write(piece)
+            await within_limit(response.write(piece))
     except aiohttp.ClientPayloadError:
         raise EngineDead("the frontend ended within its answer", code="frontend_ended") from None
-    await response.write_eof()
+    await within_limit(response.write_eof())
     return response
 
 

@@ -60,7 +60,8 @@ class Router:
         self.server = resolved.server
         self.balancer = Balancer(self.options)
         self.metrics = RouterMetrics(self.balancer)
-        self.proxy = Proxy(self.options, self.balancer, self.metrics)
+        timeout_s = self.server.write_timeout
+        self.proxy = Proxy(self.options, self.balancer, self.metrics, write_timeout_s=timeout_s)
         self.is_draining = False
         self.admin = Admin(self.balancer, self.add)
         self._group: asyncio.TaskGroup | None = None  # of `watch`

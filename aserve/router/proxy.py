@@ -27,6 +27,7 @@ from aiohttp.http import StreamWriter
 from aserve.config import RouterOptions
 from aserve.errors import EngineDead, ErrorInfo
 from aserve.http.cut_streams import last_events
+from aserve.http.delivery import with_deadline
 from aserve.http.direct import DirectWriter
 from aserve.http.errors import RequestFailed
 from aserve.http.frontend_requests import end_to_end
@@ -89,17 +90,19 @@ Send: TypeAlias = Callable[[Exchange, str], Awaitable[web.StreamResponse]]
 
 class ClientStream:
     """The client's side of an answer whose head is prepared. `last` is the piece sent last. Behind
-    the first piece, with which the head goes out, no task is woken for a piece.
+    the first piece, with which the head goes out, no task is woken for a piece. A client that reads
+    nothing for `timeout_s` is closed.
     """
 
-    def __init__(self, exchange: Exchange, writer: StreamWriter) -> None:
+    def __init__(self, exchange: Exchange, writer: StreamWriter, *, timeout_s: float) -> None:
         self.last = b""
+        self._timeout_s = timeout_s
         self._exchange = exchange
         self._writer = writer
         self._direct = DirectWriter(exchange.request.protocol, writer)
 
     async def begin(self, piece: bytes) -> None:
-        await self._writer.write(piece)
+        await self._within_limit(self._writer.write(piece))
         self._note(piece)
 
     def write(self, piece: bytes) -> bool:
@@ -113,7 +116,10 @@ class ClientStream:
     async def drain(self) -> None:
         if self._direct.is_gone:
             raise ConnectionResetError("the client has gone")
-        await self._writer.drain()
+        await self._within_limit(self._writer.drain())
+
+    async def _within_limit(self, writing: Awaitable[None]) -> None:
+        await with_deadline(writing, self._exchange.request, timeout_s=self._timeout_s)
 
     def _note(self, piece: bytes) -> None:
         self.last = piece
@@ -122,10 +128,18 @@ class ClientStream:
 
 class Proxy:
     """`heartbeat_s`: a silent websocket, of a client or a replica, gets a ping after that time, and
-    half of it to answer. `end_open` ends all that is open.
+    half of it to answer. A client that reads nothing for `write_timeout_s` is closed. `end_open`
+    ends all that is open.
     """
 
-    def __init__(self, options: RouterOptions, balancer: Balancer, metrics: RouterMetrics) -> None:
+    def __init__(
+        self,
+        options: RouterOptions,
+        balancer: Balancer,
+        metrics: RouterMetrics,
+        *,
+        write_timeout_s: float,
+    ) -> None:
         self.owners = Owners()
         self.upstreams: dict[str, Upstream] = {}
         self.heartbeat_s = 60.0
@@ -135,6 +149,7 @@ class Proxy:
         self._options = options
         self._balancer = balancer
         self._metrics = metrics
+        self._write_timeout_s = write_timeout_s
         self._websockets: set[web.WebSocketResponse] = set()
 
     async def end_open(self) -> None:
@@ -269,7 +284,8 @@ class Proxy:
         response = web.StreamResponse(status=status, reason=reason, headers=headers)
         writer = await response.prepare(request)
         assert isinstance(writer, StreamWriter), "aiohttp's, for a request that it has parsed"
-        client = ClientStream(exchange, writer)
+        client = ClientStream(exchange, writer, timeout_s=self._write_timeout_s)
+        last: bytes | None = b""
         try:
             if first:
                 await client.begin(first)
@@ -288,8 +304,7 @@ class Proxy:
                 if request.transport is not None:
                     request.transport.abort()
                 raise ConnectionResetError("the answer was cut") from error
-            await response.write(last)
-        await response.write_eof()
+        await with_deadline(response.write_eof(last), request, timeout_s=self._write_timeout_s)
         return response
 
     @contextmanager

@@ -21,6 +21,7 @@ from aserve.http import frontend_requests
 from aserve.http.peers import EXPIRES, FORWARDED, Peers
 from tests.fakes.echo_engine import EchoEngine
 from tests.http.asking import Answer, ask, bearer
+from tests.http.unread_client import UnreadClient
 
 ROOT = bearer("root")
 ASKED_OF_ALL: list[tuple[str, Any]] = [
@@ -63,7 +64,8 @@ async def further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(peers.socket_of(0))
         listener.listen(8)
-        async with EchoEngine(admin_api_key="root", peers=peers) as engine:
+        options = {"admin_api_key": "root", "write_timeout": 0.2}
+        async with EchoEngine(peers=peers, **options) as engine:
             yield engine
 
 
@@ -229,6 +231,34 @@ async def test_a_stream_of_a_frontend_that_ends_within_it_ends_with_an_error_eve
     ):
         assert await answer.content.readuntil(b"\n\n") == EVENT
         assert error_code(await answer.text()) == "frontend_ended"
+
+
+class EndlessStream(BegunStream):
+    """A frontend that writes as long as it is read. `is_over` when nobody reads any more."""
+
+    def __init__(self) -> None:
+        super().__init__("text/event-stream", EVENT)
+        self.is_over = asyncio.Event()
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                await response.write(EVENT * 1000)
+        self.is_over.set()
+        return response
+
+
+async def test_a_passed_on_stream_that_is_not_read_is_closed(
+    further: EchoEngine, first_socket: str
+) -> None:
+    stream = EndlessStream()
+    async with stream.at(first_socket), UnreadClient(further.url) as client:
+        await client.post("/v1/responses", {"model": "echo", "input": "abc", "stream": True})
+        async with asyncio.timeout(30):
+            await stream.is_over.wait()
+        assert b"frontend_" not in await client.read_all()
 
 
 async def test_an_update_of_the_weights_that_a_stopped_frontend_holds_up_changes_nothing(

@@ -22,6 +22,7 @@ from aserve.http.routes import ROUTES
 from aserve.router import upstream
 from aserve.router.upstream import check_address
 from tests.fakes.echo_engine import EchoEngine
+from tests.http.unread_client import UnreadClient
 from tests.router.routed import ADMIN, CHUNKED, OK, StandIn, routed, written
 
 CHAT = "/v1/chat/completions"
@@ -759,3 +760,26 @@ async def test_a_request_to_a_silent_replica_is_given_up_and_not_sent_again() ->
         async with client.post(CHAT, json=BODY) as got:
             assert (got.status, (await got.json())["error"]["code"]) == (504, "replica_timeout")
         assert (len(silent.asked), len(other.asked)) == (1, 0)
+
+
+async def test_a_stream_that_its_client_does_not_read_is_closed() -> None:
+    is_over = asyncio.Event()
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(CHUNKED)
+        try:
+            while True:
+                writer.write(b"2710\r\n%b\r\n" % (10_000 * b"a"))
+                await writer.drain()
+        finally:
+            is_over.set()
+
+    async with (
+        asyncio.timeout(20),
+        routed(StandIn(answer), write_timeout=0.2) as (_, server),
+        UnreadClient(server.address) as client,
+    ):
+        await client.post(CHAT, BODY)
+        await is_over.wait()
+        assert not (await client.read_all()).endswith(b"\r\n0\r\n\r\n")
+        await server.router.proxy.idle.wait()
