@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import msgspec
 from aiohttp import web
 
-from aserve.errors import ErrorInfo, InvalidRequest, NotFound
+from aserve.errors import BugError, ErrorInfo, InvalidRequest, NotFound
 from aserve.http.errors import RequestFailed
 from aserve.http.responses.call import ResponseCall
 from aserve.http.responses.conversation import Item
@@ -175,6 +175,8 @@ class Responses:
         except RequestFailed as failed:
             live.fail(failed.info)
         finally:
+            # It has ended by now, unless by a bug, which asyncio logs, or the end of the server.
+            live.fail(BugError(f"internal error; the response is {live.response.id}").info())
             self._leave(live)
 
     def _begin(self, call: ResponseCall) -> LiveResponse:

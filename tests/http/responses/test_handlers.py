@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
@@ -225,9 +226,9 @@ async def test_a_failed_step_is_a_failed_response_or_an_error_status(
                 await answer
 
 
-async def test_a_bug_in_the_middle_of_a_stream_ends_it_with_a_failed_response(
-    echo: EchoEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third chunk raises."""
     add = EventMaker.add
     calls = iter(range(5))
 
@@ -237,11 +238,29 @@ async def test_a_bug_in_the_middle_of_a_stream_ends_it_with_a_failed_response(
         return add(maker, chunk)
 
     monkeypatch.setattr(EventMaker, "add", fail)
+
+
+@pytest.mark.usefixtures("bug")
+async def test_a_bug_in_the_middle_of_a_stream_ends_it_with_a_failed_response(
+    echo: EchoEngine,
+) -> None:
     last = (await streamed(echo))[-1]
     assert last.type == "response.failed"
     assert last.response.error is not None
     assert "secret" not in last.response.error.message
     assert (await echo.client.responses.retrieve(last.response.id)).status == "failed"
+
+
+@pytest.mark.usefixtures("bug")
+async def test_a_bug_in_the_background_is_a_failed_response_and_is_logged(
+    echo: EchoEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    done = await polled(echo, (await ask(echo, background=True)).id)
+    assert done.status == "failed"
+    assert done.error is not None
+    assert done.error.message == f"internal error; the response is {done.id}"
+    gc.collect()
+    assert "RuntimeError: secret" in caplog.text
 
 
 async def test_a_failure_before_the_first_event_has_its_own_status(echo: EchoEngine) -> None:
