@@ -388,7 +388,7 @@ def _records_of_bench(bench: Bench) -> tuple[type, ...]:
 def complain(message: str) -> None:
     line = " ".join(message.split())
     Console(stderr=True, soft_wrap=True).print(
-        f"aserve: error: {line}", markup=False, highlight=False
+        f"aserve: error: {line}", markup=False, emoji=False, highlight=False
     )
 
 

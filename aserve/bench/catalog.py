@@ -177,12 +177,17 @@ BENCHES: Mapping[str, Bench] = {
 
 
 def run_bench(name: str, bench: Bench, options: object, resolved: Resolved) -> None:
-    """Runs a benchmark and prints its result. NOTE: benchmarks import torch, so the process must be
-    prepared first.
+    """Runs a benchmark and prints its result, which may be what there was before Ctrl-C. NOTE:
+    benchmarks import torch, so the process must be prepared first.
     """
     prepare_process(resolved.machine.threads)
     from aserve.bench.machine import read_machine
     from aserve.bench.result import show
+    from aserve.gpu.cudagraph.warmup import names_the_option
 
     module = importlib.import_module(bench.module)
-    show(name, module.run(options, resolved), read_machine())
+    with names_the_option(f"bench {name} does not fit in memory; choose smaller numbers"):
+        result = module.run(options, resolved)
+    show(name, result, read_machine())
+    if not result.is_whole:
+        raise KeyboardInterrupt

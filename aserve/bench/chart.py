@@ -33,6 +33,10 @@ class Panel(msgspec.Struct, frozen=True):
     setting: str  # machine and date
     bars: dict[str, tuple[float, float]]
 
+    def __post_init__(self) -> None:
+        if not any(high > 0 for _, high in self.bars.values()):
+            raise ValueError(f"the panel {self.title!r} has no figure above 0")
+
 
 class Comparison(msgspec.Struct, frozen=True):
     """The figures of several engines that ran alternately on one machine; higher is better."""

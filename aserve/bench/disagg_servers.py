@@ -31,7 +31,11 @@ from aserve.bench.streamed import Answer, send_request
 from aserve.errors import BugError, ConfigError
 
 PATH = "/v1/completions"
-NAMES = {"servers": ("one", "two"), "beside": ("nothing", "memory", "prompts")}
+NAMES = {
+    "servers": ("one", "two"),
+    "beside": ("nothing", "memory", "prompts"),
+    "transports": ("tcp", "shm", "nixl"),
+}
 NUM_WARMUPS = 2
 USAGE = {"include_usage": True, "continuous_usage_stats": True, "include_timings": True}
 OPENING = "Once upon a time, there was a little robot."

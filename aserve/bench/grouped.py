@@ -17,6 +17,7 @@ from torch.nn import functional
 from aserve.bench.options import GroupedOptions, integers
 from aserve.bench.result import BenchResult, Table, median, progress, spread
 from aserve.config import Resolved
+from aserve.errors import ConfigError
 from aserve.gpu.device.cpu.linear import linear_per_expert, prepare_packed
 from aserve.gpu.device.cpu.weights import has_tiles, read_isa
 from aserve.gpu.layers.grouped_linear import GroupedLinearOp, Groups
@@ -33,6 +34,7 @@ Work = Callable[[], object]
 def run(options: GroupedOptions, _resolved: Resolved) -> BenchResult:
     torch.set_num_threads(1)
     token_counts = integers(options.tokens, flag="--tokens")
+    _check(options)
     bench = _Bench(options)
     figures: dict[str, Mapping[str, float]] = {}
     rows: list[list[str]] = []
@@ -51,6 +53,14 @@ def run(options: GroupedOptions, _resolved: Resolved) -> BenchResult:
     )
     columns = ["tokens", "experts with rows", LOOP, *bench.layers]
     return BenchResult({"us": figures}, (Table(TITLE, columns, rows),), (note,))
+
+
+def _check(options: GroupedOptions) -> None:
+    if options.top_k > options.experts:
+        raise ConfigError(f"--top-k {options.top_k}: there are {options.experts} --experts")
+    is_multiplied = torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if options.dtype == "bfloat16" and not is_multiplied:
+        raise ConfigError("--dtype bfloat16: oneDNN needs AVX-512 for it; choose float32")
 
 
 class _Bench:

@@ -13,6 +13,8 @@ from aserve.options.option import Limits, option
 
 LIST = Limits(metavar="N,N,...")
 SECRET = Limits(metavar="KEY", is_secret=True)
+STEP_MS = Limits(low=0.1, high=60_000)
+MICROSECONDS = Limits(low=0, high=1e6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,7 @@ class AdmissionOptions:
 class ClusterSimOptions:
     devices: str = option("1,8,64,512", "sizes of clusters, one measurement each", LIST)
     seconds: float = option(
-        4.0, "virtual time of each run, a quarter of it warm-up", Limits(low=0.1)
+        4.0, "virtual time of each run, a quarter of it warm-up", Limits(low=0.1, high=3600)
     )
     clients: int = option(16, "clients for each device, one request at a time each", Limits(low=1))
     input_len: int = option(64, "tokens of a prompt behind its shared prefix", Limits(low=1))
@@ -34,10 +36,10 @@ class ClusterSimOptions:
         "policy of the routers",
         Limits(choices=("cache_aware", "least_load", "round_robin")),
     )
-    request_us: float = option(500.0, "CPU time of a router per request", Limits(low=0))
-    chunk_us: float = option(30.0, "CPU time of a router per streamed token", Limits(low=0))
-    link_us: float = option(100.0, "latency between router and device", Limits(low=0))
-    host_us: float = option(300.0, "a tick of the scheduler, hidden behind steps", Limits(low=0))
+    request_us: float = option(500.0, "CPU time of a router per request", MICROSECONDS)
+    chunk_us: float = option(30.0, "CPU time of a router per streamed token", MICROSECONDS)
+    link_us: float = option(100.0, "latency between router and device", MICROSECONDS)
+    host_us: float = option(300.0, "a tick of the scheduler, hidden behind steps", MICROSECONDS)
     seed: int = option(0, "seed of prompts and lengths", Limits(low=0))
 
     @property
@@ -49,7 +51,7 @@ class ClusterSimOptions:
 @dataclass(frozen=True, slots=True)
 class FairnessOptions:
     rows: int = option(64, "sequences that run at once", Limits(low=2))
-    step_ms: float = option(10.0, "duration of a step of the device", Limits(low=0.1))
+    step_ms: float = option(10.0, "duration of a step of the device", STEP_MS)
     prompt_len: int = option(16, "tokens of a prompt", Limits(low=1))
     flood_requests: int = option(300, "open requests of the flood", Limits(low=1))
     flood_tokens: int = option(100, "tokens of each answer of the flood", Limits(low=2))
@@ -112,7 +114,7 @@ class SpeculateOptions:
     )
     rows: str = option("1,4,16,64", "sequences that decode together, one measurement each", LIST)
     output_len: int = option(96, "tokens of each answer at most", Limits(low=3))
-    temperature: float = option(0.0, "temperature of the answers", Limits(low=0))
+    temperature: float = option(0.0, "temperature of the answers", Limits(low=0, high=2))
     task: str = option(
         "stories",
         "what the prompts ask for; recall, json and code repeat parts of the prompt",
@@ -187,10 +189,14 @@ class DisaggBenchOptions:
     turns: int = option(2, "turns in which they run beside each of these", Limits(low=1))
     output_len: int = option(400, "tokens of a stream", Limits(low=2))
     sleep_ms: float = option(
-        0.0, "each step of a server that answers sleeps so long, as if on a GPU", Limits(low=0)
+        0.0,
+        "each step of a server that answers sleeps so long, as if on a GPU",
+        Limits(low=0, high=60_000),
     )
     seconds: float = option(
-        15.0, "after so long a measurement of servers ends with what came", Limits(low=0.1)
+        15.0,
+        "after so long a measurement of servers ends with what came",
+        Limits(low=0.1, high=86_400),
     )
     server_options: str = option(
         "", "options of all servers, such as a model, in one text", Limits(metavar="TEXT")
@@ -325,7 +331,7 @@ class OverlapSimOptions:
 class HttpCostOptions:
     clients: int = option(64, "clients that stream at once", Limits(low=1))
     steps: int = option(400, "tokens of each answer, one per step", Limits(low=2))
-    step_ms: float = option(10.0, "duration of a step in milliseconds", Limits(low=0.1))
+    step_ms: float = option(10.0, "duration of a step in milliseconds", STEP_MS)
     repeats: int = option(1, "repeats; medians are shown", Limits(low=1))
 
 
@@ -333,7 +339,7 @@ class HttpCostOptions:
 class HostileOptions:
     size: int = option(8_000_000, "bytes of a body, before compression", Limits(low=1 << 20))
     copies: int = option(4, "copies of a body that are sent at once", Limits(low=1))
-    settle: float = option(30.0, "seconds until memory is compared", Limits(low=0))
+    settle: float = option(30.0, "seconds until memory is compared", Limits(low=0, high=86_400))
     processes: str = option("1,2", "processes of the server: 1, 2 or 1,2", LIST)
 
 
@@ -354,6 +360,6 @@ def numbers(text: str, *, flag: str) -> tuple[float, ...]:
         found = tuple(float(part) for part in text.split(","))
     except ValueError:
         found = ()
-    if not found or min(found) <= 0:
+    if not all(0 < number < math.inf for number in found or (0,)):
         raise ConfigError(f"{flag} {text}: must be positive numbers separated by commas")
     return found

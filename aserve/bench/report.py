@@ -29,12 +29,13 @@ class Scaling(msgspec.Struct):
 def run(options: ReportOptions, _resolved: Resolved) -> BenchResult:
     drawn = dict(_drawn(options))
     out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
-    pictures = {}
-    for name, picture in drawn.items():
-        path = out / f"{name}.svg"
-        path.write_text(picture, encoding="utf-8")
-        pictures[name] = str(path)
+    pictures = {name: str(out / f"{name}.svg") for name in drawn}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, picture in drawn.items():
+            Path(pictures[name]).write_text(picture, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be written: {error.strerror}") from None
     rows = [[name, path] for name, path in pictures.items()]
     return BenchResult({"pictures": pictures}, (Table("pictures", ("picture", "file"), rows),))
 
@@ -65,8 +66,8 @@ def _read_scaling(path: Path) -> Scaling:
     """Reads the output of the benchmark, or only its last line."""
     try:
         lines = path.read_bytes().splitlines()
-        return msgspec.json.decode(lines[-1], type=Scaling)
-    except (OSError, IndexError, msgspec.DecodeError) as error:
+        return msgspec.json.decode(lines[-1] if lines else b"", type=Scaling)
+    except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"--results {path}: not the output of bench scaling: {error}") from None
 
 

@@ -55,11 +55,14 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """The figures, for JSON, and their tables. `notes` explain what was measured."""
+    """The figures, for JSON, and their tables. `notes` explain what was measured. A run that Ctrl-C
+    has ended is not whole.
+    """
 
     figures: Figures
     tables: tuple[Table, ...]
     notes: tuple[str, ...] = ()
+    is_whole: bool = True
 
 
 def show(name: str, result: BenchResult, machine: Machine) -> None:
@@ -73,7 +76,7 @@ def show(name: str, result: BenchResult, machine: Machine) -> None:
             shown.add_row(*row)
         console.print(shown)
     for note in (*result.notes, str(machine)):
-        console.print(note, highlight=False, markup=False)
+        console.print(note, highlight=False, markup=False, emoji=False)
     console.file.flush()
     line = {**result.figures, "bench": name, "machine": machine}
     sys.stdout.write(msgspec.json.encode(line).decode() + "\n")

@@ -38,8 +38,15 @@ Body = dict[str, object]
 
 def run(options: ServeOptions, _resolved: Resolved) -> BenchResult:
     limits_ms = read_goodput(options.goodput)
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        model, runs = runner.run(_measure(options))
+    runs: list[Run] = []
+    is_whole = False
+    try:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(_measure(options, runs))
+        is_whole = True
+    except KeyboardInterrupt:
+        if not runs:
+            raise
     figures = [_figures(one, limits_ms) for one in runs]
     medians = medians_of(figures)
     errors = [answer.error for one in runs for answer in one.answers if answer.error]
@@ -47,24 +54,26 @@ def run(options: ServeOptions, _resolved: Resolved) -> BenchResult:
         {
             **medians,
             "spread": round(spread([one["output_throughput"] for one in figures]), 3),
-            **_settings(options, model),
+            **_settings(options, runs[0].model),
             "runs": figures,
         },
         (figures_table(f"{options.url}, medians of {len(runs)} repeats", medians),),
         tuple(f"a request failed: {error}" for error in errors[:3]),
+        is_whole,
     )
 
 
 class Run(msgspec.Struct, frozen=True):
     """One repeat. `cpu_s` is the CPU time of the server's processes, if it is known."""
 
+    model: str
     answers: list[Answer]
     duration_s: float
     cpu_s: float | None
 
 
-async def _measure(options: ServeOptions) -> tuple[str, list[Run]]:
-    """Returns the name of the model and the repeats."""
+async def _measure(options: ServeOptions, runs: list[Run]) -> None:
+    """Adds the repeats to `runs`, each when it has ended."""
     tokenizer = load_text(Path(options.tokenizer or MODEL_DIR), PROMPTS).tokenizer
     windows = TokenWindows(tokenizer, seed=options.seed)
     total = options.num_warmups + options.repeats * options.num_prompts
@@ -77,14 +86,12 @@ async def _measure(options: ServeOptions) -> tuple[str, list[Run]]:
             return [_body(text, model, options) for text in texts]
 
         with progress("requests", total) as done:
-            client = Client(session, options, done=done)
+            client = Client(session, options, model, done=done)
             if options.num_warmups:
                 await client.run(bodies(options.num_warmups), [0.0] * options.num_warmups)
-            runs = [
-                await client.run(bodies(options.num_prompts), _arrival_times(options, repeat))
-                for repeat in range(options.repeats)
-            ]
-    return model, runs
+            for repeat in range(options.repeats):
+                arrivals_s = _arrival_times(options, repeat)
+                runs.append(await client.run(bodies(options.num_prompts), arrivals_s))
 
 
 class Client:
@@ -94,11 +101,13 @@ class Client:
         self,
         session: aiohttp.ClientSession,
         options: ServeOptions,
+        model: str,
         *,
         done: Callable[[], None],
     ) -> None:
         self._session = session
         self._options = options
+        self._model = model
         self._url = options.url.rstrip("/") + PATHS[options.endpoint]
         self._done = done
 
@@ -113,7 +122,7 @@ class Client:
         )
         if all(answer.error for answer in answers):
             raise ConfigError(f"every request to {self._url} failed: {answers[0].error}")
-        return Run(answers, duration_s, tree_cpu_s(pid) - cpu_s if pid else None)
+        return Run(self._model, answers, duration_s, tree_cpu_s(pid) - cpu_s if pid else None)
 
 
 def _open_session(options: ServeOptions) -> aiohttp.ClientSession:

@@ -100,7 +100,9 @@ class SpeculateEngine:
 
     def __init__(self, options: SpeculateOptions, resolved: Resolved) -> None:
         """Starts the process and waits until it is loaded."""
-        self._process = Popen([sys.executable, "-m", MODULE], stdin=PIPE, stdout=PIPE)
+        command = (sys.executable, "-m", MODULE)
+        # In a group of its own it hears nothing of a Ctrl-C, which ends the parent.
+        self._process = Popen(command, stdin=PIPE, stdout=PIPE, process_group=0)
         result = self._ask(Setup(options, resolved), Loaded).result
         if isinstance(result, LoadFailed):
             raise ConfigError(result.message)
@@ -116,7 +118,8 @@ class SpeculateEngine:
         return self._ask(turn, Run)
 
     def close(self) -> None:
-        self._process.communicate()  # the end of its stdin ends it
+        self._process.kill()
+        self._process.communicate()
 
     def _ask(self, message: msgspec.Struct, kind: type[T]) -> T:
         assert self._process.stdin is not None

@@ -196,8 +196,8 @@ def _kind_words(option: Option) -> str:
     if math.isinf(limits.low):
         return words
     if math.isinf(limits.high):
-        return f"{words}, {limits.low:g} or more"
-    return f"{words} from {limits.low:g} to {limits.high:.12g}"
+        return f"{words}, {limits.low:.12g} or more"
+    return f"{words} from {limits.low:.12g} to {limits.high:.12g}"
 
 
 def _plain_type(hint: object) -> type:

@@ -285,7 +285,7 @@ class Proxy:
         writer = await response.prepare(request)
         assert isinstance(writer, StreamWriter), "aiohttp's, for a request that it has parsed"
         client = ClientStream(exchange, writer, timeout_s=self._write_timeout_s)
-        last: bytes | None = b""
+        end = b""
         try:
             if first:
                 await client.begin(first)
@@ -304,7 +304,8 @@ class Proxy:
                 if request.transport is not None:
                     request.transport.abort()
                 raise ConnectionResetError("the answer was cut") from error
-        await with_deadline(response.write_eof(last), request, timeout_s=self._write_timeout_s)
+            end = last
+        await with_deadline(response.write_eof(end), request, timeout_s=self._write_timeout_s)
         return response
 
     @contextmanager

@@ -7,16 +7,18 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
-from aserve.bench import kernel_cases
+from aserve.bench import kernel_cases, serve
 from aserve.bench.catalog import BENCHES
 from aserve.bench.kernels import measure, run
 from aserve.bench.options import KernelsOptions
+from aserve.bench.streamed import Answer
 from aserve.cli import main
 from aserve.config import Facts, Raw, resolve
 from aserve.options.option import options_of
@@ -65,7 +67,19 @@ def test_help_shows_every_option_of_the_bench_with_its_text(
         ("offline --num-pages 4 --input-len 100", "pages"),
         ("route --other http://127.0.0.1:9", "--other needs --other-pid"),
         ("report --results missing.json", "--results missing.json"),
+        ("report --results /dev/null", "not the output of bench scaling: Input data was truncated"),
         ("disagg --beside noise", "--beside: 'noise' is none of nothing, memory, prompts"),
+        ("disagg --transports pigeon", "--transports: 'pigeon' is none of tcp, shm, nixl"),
+        ("grouped --experts 4 --top-k 5", "--top-k 5: there are 4 --experts"),
+        (
+            "grouped --dtype float32 --experts 1000000 --hidden 100000 --intermediate 100000",
+            "bench grouped does not fit in memory; choose smaller numbers",
+        ),
+        ("fairness --step-ms inf", "--step-ms inf: must be a number from 0.1 to 60000"),
+        ("overlap-sim --step-ms inf", "--step-ms inf: must be positive numbers"),
+        ("overlap-sim --step-ms nan", "--step-ms nan: must be positive numbers"),
+        ("hostile --size 1", "--size 1: must be an integer, 1048576 or more"),
+        ("serve --goodput ttft:x", "--goodput ttft:x: must be NAME:MILLISECONDS"),
     ],
 )
 def test_a_user_error_is_one_line_and_exit_code_2(
@@ -74,6 +88,38 @@ def test_a_user_error_is_one_line_and_exit_code_2(
     assert main(["bench", *arguments.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
+
+
+def test_products_that_the_processor_cannot_compute_are_refused(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    assert main(["bench", "grouped"]) == 2
+    assert "--dtype bfloat16: oneDNN needs AVX-512" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("num_repeats", [0, 2])
+def test_ctrl_c_in_a_load_keeps_the_repeats_that_have_ended(
+    num_repeats: int, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = iter(range(num_repeats))
+
+    async def load(sends: Sequence[object], *_: object, **__: object) -> tuple[list[Answer], float]:
+        if next(ended, None) is None:
+            raise KeyboardInterrupt
+        answer = Answer(ttft_s=0.1, e2el_s=0.5, itls_s=[0.1] * 4, completion_tokens=5)
+        return [answer] * len(sends), 2.0
+
+    monkeypatch.setattr(serve, "run_load", load)
+    arguments = ("--model", "m", "--num-warmups", "0", "--num-prompts", "4", "--repeats", "3")
+    assert main(["bench", "serve", *arguments]) == 130
+    lines = capsys.readouterr().out.splitlines()
+    if not num_repeats:
+        assert lines == []
+        return
+    figures = json.loads(lines[-1])
+    assert [run["output_throughput"] for run in figures["runs"]] == [10.0, 10.0]
 
 
 # A server in two processes shows what one in this process does, but for how it is launched.
@@ -170,6 +216,31 @@ def test_an_offline_load_counts_the_tokens_of_a_pass_over_a_block(
     figures = figures_of(capsys, *load, *options, "--repeats", "1")
     assert figures["total_output_tokens"] == 3 * 80
     assert figures["tokens_per_decode"] == 8
+
+
+MACHINE = {"cpu": "x", "cores": 1, "flags": [], "versions": {}, "date": ""}
+FIGURES = json.dumps({"curves": {"decode": {"1": 2}}, "machine": MACHINE})
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "out", "words"),
+    [
+        ("--results", FIGURES, "figures", "figures: cannot be written: File exists"),
+        (
+            "--comparison",
+            '{"title": "t", "panels": [{"title": "p", "setting": "", "bars": {"a": [0, 0]}}]}',
+            "pictures",
+            "not a comparison of engines: the panel 'p' has no figure above 0",
+        ),
+    ],
+)
+def test_pictures_that_cannot_be_drawn_or_written_are_one_line(
+    option: str, text: str, out: str, words: str, tmp_path: Path, capsys: Captured
+) -> None:
+    (tmp_path / "figures").write_text(text)
+    given = (option, str(tmp_path / "figures"), "--out", str(tmp_path / out))
+    assert main(["bench", "report", *given]) == 2
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from aserve.bench.one_batch import Shape
+from aserve.bench.options import SpeculateOptions
 from aserve.bench.speculate import _control, _Times, joined
-from aserve.bench.speculate_engine import Run, Turn, prompts_of, requests_of, run_in_turns
+from aserve.bench.speculate_engine import (
+    Run,
+    SpeculateEngine,
+    Turn,
+    prompts_of,
+    requests_of,
+    run_in_turns,
+)
 from aserve.bench.step_driver import StepTime
 from aserve.bench.verify_step import _add, _Steps
+from aserve.config import Facts, Raw, resolve
 from aserve.messages.base import pack_i32
 from aserve.messages.requests import AdmitRequest, SamplingParams
 from aserve.messages.results import StepTimes
 from aserve.messages.step import StepStats
 from aserve.scheduling.step_times import WindowTimes
+from aserve.tiny import MODEL_DIR
 
 
 @pytest.mark.parametrize("task", ["stories", "recall", "json", "code"])
@@ -24,6 +36,17 @@ def test_a_task_has_prompts_that_differ(task: str) -> None:
     prompts = prompts_of(task)
     assert len({*prompts}) == len(prompts) == 5
     assert (task == "stories") == ("Once upon a time" in prompts[0])
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_terminal_does_not_reach_an_engines_process() -> None:
+    """It would print a traceback beside the parent's end."""
+    resolved = resolve(Raw(), Facts(default_model=str(MODEL_DIR)))
+    engine = SpeculateEngine(SpeculateOptions(), resolved)
+    group = os.getpgid(engine._process.pid)
+    engine.close()
+    assert group != os.getpgid(0)
+    assert engine._process.returncode == -signal.SIGKILL
 
 
 def test_no_repeat_drafts_from_the_answers_of_another_one() -> None:

@@ -64,7 +64,7 @@ async def further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(peers.socket_of(0))
         listener.listen(8)
-        options = {"admin_api_key": "root", "write_timeout": 0.2}
+        options: dict[str, Any] = {"admin_api_key": "root", "write_timeout": 0.2}
         async with EchoEngine(peers=peers, **options) as engine:
             yield engine
 

@@ -111,8 +111,14 @@ async def _receive(
             return await _read_form(request, store, file_id, context, deadline)
     except TimeoutError:
         raise refused(408, "The file did not arrive in time. See --body-timeout.") from None
-    except (ValueError, HttpProcessingError) as error:
-        raise InvalidRequest(f"The form is not valid: {str(error)[:200]}.") from None
+    except HttpProcessingError as error:
+        raise _invalid_form(error.message) from None
+    except ValueError as error:
+        raise _invalid_form(str(error)) from None
+
+
+def _invalid_form(why: str) -> InvalidRequest:
+    return InvalidRequest(f"The form is not valid: {why[:200]}.")
 
 
 async def _read_form(
@@ -124,7 +130,8 @@ async def _read_form(
 ) -> dict[str, str]:
     fields: dict[str, str] = {}
     content: Any = _FormContent(request.content)
-    async for part in MultipartReader(request.headers, content):
+    reader = MultipartReader(request.headers, content)
+    while (part := await _next_part(reader)) is not None:
         if not isinstance(part, BodyPartReader) or not part.name:
             raise refused(400, "A part of the form has no name, or is a form itself.")
         if part.name in fields:
@@ -134,6 +141,13 @@ async def _read_form(
         else:
             fields[part.name] = await _field(part)
     return fields
+
+
+async def _next_part(reader: MultipartReader) -> BodyPartReader | MultipartReader | None:
+    try:
+        return await reader.next()
+    except RuntimeError as error:  # aiohttp's, of a field `_charset_` that is too long
+        raise _invalid_form(str(error)) from None
 
 
 class _FormContent:

@@ -381,6 +381,7 @@ FORM = {"Content-Type": "multipart/form-data; boundary=b"}
 PURPOSE = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
 FILE = b'--b\r\nContent-Disposition: form-data; name="file"; filename="%b"\r\n\r\nx\r\n'
 FIELD = b'--b\r\nContent-Disposition: form-data; name="%d"\r\n\r\n\r\n'
+CHARSET = b'--b\r\nContent-Disposition: form-data; name="_charset_"\r\n\r\n%b\r\n' % (40 * b"x")
 END = b"--b--\r\n"
 
 
@@ -392,8 +393,13 @@ END = b"--b--\r\n"
         (PURPOSE + FILE % b"a" + b"".join(FIELD % i for i in range(5000)) + END, "lines outside"),
         (PURPOSE + FILE % (b"a" * 9000) + END, "Got more than"),
         (b"--b\r\n" + b"X: y\r\n" * 200 + b"\r\n\r\n" + END, "Too many headers"),
+        (CHARSET + PURPOSE + FILE % b"a" + END, "The form is not valid: Invalid default charset."),
+        (b"--b\r\nno colon\r\n" + END, "The form is not valid: Invalid HTTP header:"),
     ],
-    ids=["two files", "preamble", "many fields", "long header", "many headers"],
+    ids=[
+        *("two files", "preamble", "many fields", "long header", "many headers"),
+        *("long charset", "no header"),
+    ],
 )
 async def test_a_form_that_would_hold_up_the_loop_or_fill_the_disk_is_refused(
     tmp_path: Path, body: bytes, words: str
