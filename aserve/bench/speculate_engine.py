@@ -7,6 +7,7 @@ it is not an engine's turn, its process waits for a message and takes no time.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -118,8 +119,7 @@ class SpeculateEngine:
         return self._ask(turn, Run)
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+        self._process.communicate()  # the end of its stdin ends it
 
     def _ask(self, message: msgspec.Struct, kind: type[T]) -> T:
         assert self._process.stdin is not None
@@ -160,7 +160,8 @@ def main() -> None:
     if setup is None:
         return
     prepare_process(setup.resolved.machine.threads)
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+    has_gone = contextlib.suppress(BrokenPipeError)  # the parent
+    with has_gone, asyncio.Runner(loop_factory=new_event_loop) as runner:
         try:
             runner.run(_serve(setup, turns, replies))
         except ConfigError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,7 +45,7 @@ def test_ctrl_c_in_a_terminal_does_not_reach_an_engines_process() -> None:
     group = os.getpgid(engine._process.pid)
     engine.close()
     assert group != os.getpgid(0)
-    assert engine._process.returncode == -signal.SIGKILL
+    assert engine._process.returncode == 0
 
 
 def test_no_repeat_drafts_from_the_answers_of_another_one() -> None:

@@ -21,6 +21,7 @@ from aserve.gpu.weights.source import WHOLE, LinearBits, Shard, expert_parts
 
 # Some old checkpoints carry these tables, which follow from the configuration.
 DERIVED = ".rotary_emb.inv_freq"
+MAX_EXPERTS = 1 << 14  # of a layer, each of which has tensors of its own
 
 
 class Inventory:
@@ -75,6 +76,8 @@ class Inventory:
     def stacked(
         self, name: str, parts: Mapping[str, int], *, count: int, in_features: int
     ) -> Tensor:
+        if count > MAX_EXPERTS:
+            raise ConfigError(f"{name} has {count} experts; at most {MAX_EXPERTS} are supported")
         for expert in range(count):
             for part, num_rows in expert_parts(name, parts, expert).items():
                 shape = (num_rows, in_features)

@@ -101,6 +101,10 @@ def test_what_is_absent_has_the_families_defaults() -> None:
         ({"num_attention_heads": 5}, "num_attention_heads is 5; expected a divisor of hidden_size"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3; expected a divisor of 4"),
         ({"head_dim": 7}, "head_dim is 7; expected an even number"),
+        (
+            {"head_dim": 2**30, "num_attention_heads": 2, "num_key_value_heads": 2},
+            "num_attention_heads is 2; expected fewer heads of 1073741824 elements",
+        ),
         ({"rms_norm_eps": 0}, "rms_norm_eps is 0; expected a positive number"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; expected a positive number"),
         ({"attention_bias": "no"}, "attention_bias is 'no'; expected true or false"),

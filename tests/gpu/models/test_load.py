@@ -211,6 +211,15 @@ def test_a_rope_table_larger_than_memory_is_refused_before_a_value_is_made(
     assert load(target=target, max_model_len=64).max_model_len == 64
 
 
+def test_more_experts_than_any_model_has_are_refused_before_their_tensors_are_listed(
+    tmp_path: Path,
+) -> None:
+    own = {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 2}
+    directory = write_config(tmp_path, **own, num_local_experts=1 << 17)
+    with pytest.raises(ConfigError, match="has 131072 experts; at most 16384 are supported"):
+        load_model(directory, load_format="dummy")
+
+
 def test_heads_that_do_not_fit_the_weights_are_refused_before_their_frequencies_are_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

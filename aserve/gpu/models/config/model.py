@@ -13,7 +13,7 @@ from pathlib import Path
 from aserve.errors import ConfigError
 from aserve.gpu.layers.mlp import ACTIVATIONS
 from aserve.gpu.layers.rope_scaling import Rope
-from aserve.gpu.models.config.fields import Fields
+from aserve.gpu.models.config.fields import MAX_INTEGER, Fields
 from aserve.gpu.models.config.layer_types import FULL, SLIDING
 from aserve.gpu.models.config.quantization import quantization_of
 from aserve.gpu.models.config.rope import longest_context, parse_rope, rotary_part
@@ -142,6 +142,8 @@ def _head_dim(fields: Fields, num_heads: int) -> int:
     head_dim = fields.integer("head_dim", default=hidden_size // num_heads)
     if head_dim < 4 or head_dim % 2:
         fields.refuse("head_dim", expected=f"an even number of at least 4, not {head_dim}")
+    if head_dim * num_heads > MAX_INTEGER:
+        fields.refuse("num_attention_heads", expected=f"fewer heads of {head_dim} elements")
     return head_dim
 
 
