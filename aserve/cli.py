@@ -11,7 +11,7 @@ import contextlib
 import importlib
 import platform
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
@@ -42,16 +42,14 @@ from aserve.config import (
 )
 from aserve.errors import AserveError, ConfigError
 from aserve.health import ask_health
-from aserve.host.environment import (
-    collect_rarely,
-    installed_version,
-    prepare_process,
-)
+from aserve.host.environment import installed_version, prepare_process
 from aserve.host.logs import discard_stdout, start_logging
+from aserve.host.memory import collect_rarely
 from aserve.options.arguments import add_groups
 from aserve.options.foreign_flags import add_foreign_flags
 from aserve.options.node_options import NodeOptions
-from aserve.options.option import Option, build_options, options_of, unknown_option
+from aserve.options.option import Option, options_of, parse_options, unknown_option
+from aserve.terminal import ask, complain, print_lines, read_stdin, show
 from aserve.tiny import MODEL_DIR
 
 if TYPE_CHECKING:
@@ -90,9 +88,8 @@ ROUTE_OPTIONS = frozenset(
         *(item.name for item in options_of(RouterOptions)),
     }
 )
-ARGUMENTS = frozenset(
-    {"command", "text", "file", "bench", "action", "adapter", "replica"}
-)  # positional, not options
+# Arguments of single commands, which are no options of config.py.
+ARGUMENTS = frozenset({"command", "text", "file", "bench", "action", "adapter", "replica"})
 
 EPILOG = (
     "Each option can be set as ASERVE_NAME in the environment and as `name = value` in the file of "
@@ -188,11 +185,11 @@ def _generate(resolved: Resolved, text: str) -> int:
     """Streams the answer to stdout, and nothing else."""
     from aserve.engine import Engine
 
-    prompt = sys.stdin.read() if text == "-" else text
+    prompt = read_stdin() if text == "-" else text
     with Engine(resolved) as engine:
         for chunk in engine.stream_sync(prompt, **_sampling(resolved)):
-            _show(chunk.text)
-    _show("\n")
+            show(chunk.text)
+    show("\n")
     return 0
 
 
@@ -208,7 +205,7 @@ def _chat(resolved: Resolved) -> int:
     messages = opening
     with Engine(resolved) as engine:
         console.print(f"{resolved.model_name}: /clear begins anew, Ctrl-D ends.", style="dim")
-        while (line := _ask(console)) is not None:
+        while (line := ask(console)) is not None:
             if line == "/clear":
                 messages = opening
             elif line:
@@ -231,38 +228,16 @@ def _answer(engine: Engine, messages: list[Message], resolved: Resolved) -> str 
     try:
         for chunk in engine.stream_sync(messages, **_sampling(resolved)):
             answer += chunk.text
-            _show(chunk.text)
+            show(chunk.text)
     except KeyboardInterrupt:
-        _show(" [stopped]")
+        show(" [stopped]")
     except AserveError as error:
         if error.info().status >= 500:
             raise
         complain(error.message)
         return None
-    _show("\n")
+    show("\n")
     return answer
-
-
-def _ask(console: Console) -> str | None:
-    try:
-        return console.input("[bold]> [/bold]").strip()
-    except EOFError:
-        console.print()
-        return None
-
-
-def _show(text: str) -> None:
-    """Writes to stdout, if it is open."""
-    if sys.stdout is None:
-        return
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        discard_stdout()
-        raise ConfigError(f"the output cannot be written: {error.strerror}") from None
 
 
 def _sampling(resolved: Resolved) -> dict[str, object]:
@@ -278,7 +253,7 @@ def _sampling(resolved: Resolved) -> dict[str, object]:
 def _replay(path: Path) -> int:
     from aserve.actors.replay import replay
 
-    _print_lines(replay(path))
+    print_lines(replay(path))
     return 0
 
 
@@ -289,14 +264,14 @@ def _verify(file: str, adapter: str | None, given: dict[str, object]) -> int:
     receipt = receipt_in(Path(file))
     resolved = _resolved(options_of_receipt(receipt, given), log_level="warning")
     verdict = verify(resolved, receipt, adapter_dir=None if adapter is None else Path(adapter))
-    _print_lines(verdict.lines)
+    print_lines(verdict.lines)
     return verdict.code
 
 
 def _selftest(given: Mapping[str, object]) -> int:
     from aserve.selftest.run import selftest
 
-    return selftest(build_options(SelftestOptions, given), Console())
+    return selftest(parse_options(SelftestOptions, given), Console())
 
 
 def _bench(name: str, bench: Bench, given: Mapping[str, object]) -> int:
@@ -305,7 +280,7 @@ def _bench(name: str, bench: Bench, given: Mapping[str, object]) -> int:
     """
     record = bench.options
     own = {option.name for option in options_of(record)} & given.keys()
-    options: object = build_options(record, {name: given[name] for name in own})
+    options: object = parse_options(record, {name: given[name] for name in own})
     rest = {name: value for name, value in given.items() if name not in own}
     run_bench(name, bench, options, _resolved(rest, log_level="warning"))
     return 0
@@ -320,7 +295,7 @@ def _build_kernels() -> int:
     num_before = num_kernels - num_compiled
     text = f"{num_compiled} kernels compiled, {num_before} were compiled before"
     nothing = "no kernels to compile, because numba is not installed"
-    _print_lines([f"aserve: {text if num_kernels else nothing}"])
+    print_lines([f"aserve: {text if num_kernels else nothing}"])
     return 0
 
 
@@ -328,7 +303,7 @@ def _doctor() -> int:
     prepare_process(None)
     from aserve.gpu.doctor import examine, report
 
-    _print_lines(report(examine()))
+    print_lines(report(examine()))
     return 0
 
 
@@ -336,25 +311,20 @@ def _models() -> int:
     prepare_process(None)
     from aserve.gpu.supported import supported
 
-    _print_lines(supported())
+    print_lines(supported())
     return 0
 
 
 def _health(resolved: Resolved) -> int:
     is_ready, status = ask_health(resolved.server)
-    _print_lines([f"aserve: {status}"])
+    print_lines([f"aserve: {status}"])
     return 0 if is_ready else 1
 
 
 def _version() -> int:
     version, torch = (installed_version(name) or "not installed" for name in ("aserve", "torch"))
-    _print_lines([f"aserve {version} (Python {platform.python_version()}, torch {torch})"])
+    print_lines([f"aserve {version} (Python {platform.python_version()}, torch {torch})"])
     return 0
-
-
-def _print_lines(lines: Iterable[str]) -> None:
-    for line in lines:
-        _show(f"{line}\n")
 
 
 WITHOUT_OPTIONS: Mapping[str, Callable[[], int]] = {
@@ -383,13 +353,6 @@ def command_options(command: str) -> list[Option]:
 
 def _records_of_bench(bench: Bench) -> tuple[type, ...]:
     return (bench.options, *ENGINE_RECORDS) if bench.takes_engine else (bench.options,)
-
-
-def complain(message: str) -> None:
-    line = " ".join(message.split())
-    Console(stderr=True, soft_wrap=True).print(
-        f"aserve: error: {line}", markup=False, emoji=False, highlight=False
-    )
 
 
 class Parser(argparse.ArgumentParser):

@@ -42,10 +42,10 @@ from aserve.host.threads import LoopThread, in_thread
 from aserve.http.openai.call import request_of, sampling_of, seed_source
 from aserve.http.openai.conversation import template_variables
 from aserve.http.openai.json_values import encode_json
-from aserve.http.openai.limits import INT32, RANGES, check_limits, check_within
+from aserve.http.openai.limits import RANGES, check_limits, check_within
 from aserve.http.openai.schema import GenerationBody
 from aserve.load import Loaded, load
-from aserve.messages.base import ArrayF32, FinishReason, array_f32, array_i32
+from aserve.messages.base import MAX_INT32, ArrayF32, FinishReason, array_f32, array_i32
 from aserve.messages.output import OutputChunk, Usage
 from aserve.messages.requests import (
     EMBED,
@@ -372,7 +372,7 @@ def _prompt_of(prompt: object, asked: SamplingFields) -> Prompt:
 
 def check_token_ids(ids: Sequence[int]) -> None:
     """Raises InvalidRequest for an id that is no int32. The tokenizer checks the vocabulary."""
-    wrong = next((item for item in ids if not -INT32 <= item <= INT32), None)
+    wrong = next((item for item in ids if not -MAX_INT32 <= item <= MAX_INT32), None)
     if wrong is not None:
         raise InvalidRequest(f"token id {str(wrong)[:40]} is out of range", param="prompt")
 

@@ -19,6 +19,7 @@ An error can travel in a message as a value, `ErrorInfo`.
     ├── EngineError        5xx  the engine failed while it worked on the request
     │   ├── StepError             500
     │   └── EngineDead            503
+    │       └── MachineSilent     503  a machine of the engine says nothing any more
     ├── ConfigError        exit code 2: options, model files, ports
     └── BugError           500  ours: an invariant did not hold; carries the request's story
 """

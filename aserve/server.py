@@ -11,8 +11,9 @@ import time
 from aserve.config import Resolved, shown_settings
 from aserve.errors import ShuttingDown
 from aserve.frontend import Frontend
-from aserve.host.environment import ending_signals, set_up_collector
+from aserve.host.environment import ending_signals
 from aserve.host.logs import announce
+from aserve.host.memory import set_up_collector
 from aserve.host.threads import in_thread, new_event_loop
 from aserve.http.openai.call import seed_source
 from aserve.http.peers import ALONE, Peers

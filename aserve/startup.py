@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 from aserve.config import Resolved
 from aserve.frontend import Frontend
 from aserve.grammar.process import early_worker
-from aserve.host.environment import may_have_cuda
+from aserve.host.limits import may_have_cuda
 from aserve.host.threads import in_thread
 from aserve.load import Loaded, find_model, load
 from aserve.messages.executor import EngineSpec

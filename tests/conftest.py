@@ -11,8 +11,8 @@ from random import Random
 import hypothesis
 import pytest
 
-from aserve.host.environment import collect_rarely
 from aserve.host.kernel_cache import kernel_cache
+from aserve.host.memory import collect_rarely
 from tests.collected import IGNORED, note_collected
 from tests.engine_device import CPU, engine_device, use_device
 

@@ -19,7 +19,7 @@ from aserve.cli import ARGUMENTS, COMMAND_RECORDS, command_options, main, make_p
 from aserve.config import ALL_RECORDS, Facts, Raw, Resolved, resolve, shown_settings
 from aserve.errors import InvalidRequest
 from aserve.gpu.spec.registry import ALGORITHMS, METHODS
-from aserve.host.environment import STARTUP_THRESHOLD
+from aserve.host.memory import STARTUP_THRESHOLD
 from aserve.messages.output import OutputChunk, Usage
 from aserve.options.foreign_flags import FOREIGN_FLAGS, ForeignFlag
 from aserve.options.option import options_of
@@ -324,6 +324,19 @@ def test_generate_writes_the_answer_as_it_comes(
     monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe"))
     assert main(["generate", "-"]) == 0
     assert capsys.readouterr().out == "ONCE UPON 0.5\nFROM A PIPE 0.0\n"
+
+
+def test_input_that_is_no_text_is_an_error_in_words_and_ends_no_chat(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text in Latin-1 that was piped in ended with a traceback."""
+    monkeypatch.setattr("aserve.engine.Engine", EchoEngine)
+    words = "the input is no utf-8: invalid continuation byte at its byte 1; convert it"
+    for command, expected in ((["generate", "-"], 2), (["chat"], 0)):
+        lines = io.TextIOWrapper(io.BytesIO("né\n".encode("latin-1")), encoding="utf-8")
+        monkeypatch.setattr("sys.stdin", lines)
+        assert main(command) == expected
+        assert words in capsys.readouterr().err
 
 
 def test_a_chat_remembers_what_was_said_until_it_is_cleared(

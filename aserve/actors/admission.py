@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aserve.errors import BugError, CapacityError, ExpectedWait, InvalidRequest, QueueFull
-from aserve.messages.base import array_i32
+from aserve.messages.base import MAX_INT64, array_i32
 from aserve.messages.executor import EngineSpec
 from aserve.messages.requests import (
     AdmitRequest,
@@ -20,7 +20,6 @@ from aserve.messages.requests import (
     TokenPrompt,
 )
 
-INT64_MAX = 2**63 - 1
 # Sampling parameters that depend on the tokens before a token, or say something of each token.
 TOKEN_BY_TOKEN = (
     *("grammar", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
@@ -43,7 +42,7 @@ def check_request(
             f"a prompt of {prompt_len} tokens and max_tokens {max_tokens} do not fit into "
             f"max_model_len {spec.max_model_len}"
         )
-    if sampling.n < 1 or not -INT64_MAX - 1 <= sampling.seed <= INT64_MAX:
+    if sampling.n < 1 or not -MAX_INT64 - 1 <= sampling.seed <= MAX_INT64:
         raise BugError(f"n is {sampling.n} and the seed is {sampling.seed}, which is out of range")
     if sampling.grammar is not None and not has_masks:
         raise BugError("a request has a grammar, but this engine has no mask actor")

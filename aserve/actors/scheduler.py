@@ -19,7 +19,7 @@ from aserve.actors.deadlines import RequestTimers
 from aserve.actors.masks import MaskEvent
 from aserve.channel import Channel, Sink
 from aserve.errors import BugError, ErrorInfo
-from aserve.host.environment import PausedCollector
+from aserve.host.memory import PausedCollector
 from aserve.messages.changes import Amended
 from aserve.messages.executor import Executor, SchedulerEffect, SchedulerEvent, Ticket
 from aserve.messages.output import DetokenizerEvent, Refused, Retired, StepOutput

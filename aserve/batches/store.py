@@ -47,7 +47,6 @@ ENDS: dict[BatchStatus, BatchStatus] = {
 TABLES: dict[type, str] = {FileObject: "files", BatchObject: "batches"}
 RETRY_AFTER_S = 60.0
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-SQLITE_FULL = "database or disk is full"  # SQLite's text for its error of this kind
 
 
 class Owned(msgspec.Struct, frozen=True):
@@ -264,7 +263,9 @@ class Store:
 
 def _is_full(error: OSError | sqlite3.OperationalError) -> bool:
     """Returns whether room is what is missing."""
-    return error.errno in NO_ROOM if isinstance(error, OSError) else str(error) == SQLITE_FULL
+    if isinstance(error, OSError):
+        return error.errno in NO_ROOM
+    return error.sqlite_errorcode == sqlite3.SQLITE_FULL
 
 
 def new_id(kind: str) -> str:

@@ -25,7 +25,7 @@ from aserve.channel import Channel
 from aserve.config import Resolved
 from aserve.errors import BugError
 from aserve.gpu.step.ticket import StepTicket
-from aserve.host.environment import set_up_collector
+from aserve.host.memory import set_up_collector
 from aserve.messages.executor import EngineSpec, GroupSpec, SchedulerEvent, Ticket
 from aserve.messages.output import DetokenizerEvent, Refused
 from aserve.messages.requests import AdmitRequest, SamplingParams

@@ -128,7 +128,6 @@ class Device:
     name: str
     scheduler: Scheduler
     inbox: list[SchedulerEvent] = field(default_factory=list)
-    num_in_flight: int = 0
     busy_until_s: float = 0.0
     is_awake: bool = False  # a tick is already due
     num_open: int = 0

@@ -18,8 +18,8 @@ from aserve.bench.options import GroupedOptions, integers
 from aserve.bench.result import BenchResult, Table, median, progress, spread
 from aserve.config import Resolved
 from aserve.errors import ConfigError
+from aserve.gpu.device.cpu.isa import has_tiles, read_isa
 from aserve.gpu.device.cpu.linear import linear_per_expert, prepare_packed
-from aserve.gpu.device.cpu.weights import has_tiles, read_isa
 from aserve.gpu.layers.grouped_linear import GroupedLinearOp, Groups
 from aserve.gpu.layers.linear import prepare
 from aserve.gpu.moe.dispatch import sort_by_expert

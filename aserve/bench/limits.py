@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from aserve.errors import ConfigError
-from aserve.gpu.device.cpu.weights import read_isa
+from aserve.gpu.device.cpu.isa import read_isa
 
 READ_BYTES = 1 << 28
 MATRIX = 2048

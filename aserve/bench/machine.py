@@ -46,7 +46,7 @@ def read_machine() -> Machine:
 
 def _capped_flags() -> set[str]:
     """Returns the flags that environment variables hide from the libraries."""
-    from aserve.gpu.device.cpu.weights import read_isa
+    from aserve.gpu.device.cpu.isa import read_isa
 
     facts = read_isa()
     products = () if facts.bf16_products else BF16_FLAGS

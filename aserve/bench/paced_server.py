@@ -21,8 +21,8 @@ from aserve.gpu.build import build_on
 from aserve.gpu.device.base import Event
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.executor import TorchExecutor
-from aserve.host.environment import collect_rarely
 from aserve.host.logs import start_logging
+from aserve.host.memory import collect_rarely
 from aserve.host.threads import new_event_loop
 from aserve.load import build_options, load
 from aserve.progress import OnStage

@@ -47,6 +47,11 @@ def prompt_keys(prompt_ids: bytes, *, page_size: int, namespace: str) -> bytes:
     return b"".join(keys)
 
 
+def split_keys(keys: bytes) -> list[bytes]:
+    """Returns the keys of concatenated ones."""
+    return [keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES)]
+
+
 class PageKeys(Sequence[bytes]):
     """The keys of a sequence's full pages. All children of a request share the keys of the prompt,
     as the bytes in which they arrived.

@@ -15,7 +15,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from aserve.cache.page_keys import KEY_BYTES
+from aserve.cache.page_keys import split_keys
 from aserve.messages.executor import TierPolicy
 from aserve.messages.transfers import SaveKv
 
@@ -60,7 +60,7 @@ class StoredPages:
         return index
 
     def change(self, *, added: bytes, removed: bytes) -> None:
-        new, gone = _split(added), _split(removed)
+        new, gone = split_keys(added), split_keys(removed)
         self._stored.update(new)
         self._handed_down.update(new)
         self._stored.difference_update(gone)
@@ -73,7 +73,3 @@ class StoredPages:
         self._keys.append(key)
         for noted, page in zip(self._pages, pages, strict=True):
             noted.append(page)
-
-
-def _split(keys: bytes) -> list[bytes]:
-    return [keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES)]

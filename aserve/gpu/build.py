@@ -29,8 +29,8 @@ from aserve.gpu.cudagraph.graphs import GraphParts, StepGraphs
 from aserve.gpu.cudagraph.limits import GraphLimits
 from aserve.gpu.cudagraph.shapes import shape_table
 from aserve.gpu.cudagraph.warmup import names_the_option, run_largest_steps
+from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.gpu.decode.base import DecodeMode
-from aserve.gpu.decode.registry import MODES, PLAIN
 from aserve.gpu.device.base import Device
 from aserve.gpu.device.fused_step import FusedStep
 from aserve.gpu.device.ops import DeviceOps
@@ -100,7 +100,6 @@ class BuildOptions:
     debug_checks: bool = False
     device: str = "cpu"
     attention: str = "auto"
-    decode: str = "autoregressive"
     graph_rows: int | None = None  # rows of the largest captured step; 0 captures none
     # Tokens of the largest forward that is captured in pieces; 0: decodes only. None: forwards are
     # captured within whole steps only.
@@ -223,9 +222,8 @@ def build_on(
         if verification is not None:
             about += f", {speculative.verification} verification"
     model = JointDecoder(model, options.ranks, loras) if options.data_parallel else model
-    if mode is None and options.decode == PLAIN and not is_recurrent:
-        mode = Predicted(None, ops.suffix_match)
-    mode = options.pipeline.mode_of(mode or MODES[options.decode](), model, options.ranks)
+    mode = mode or (Autoregressive() if is_recurrent else Predicted(None, ops.suffix_match))
+    mode = options.pipeline.mode_of(mode, model, options.ranks)
     options = dataclasses.replace(
         options,
         max_mixed_prefill_tokens=options.max_mixed_prefill_tokens or form.max_mixed_prefill_tokens,
@@ -430,7 +428,6 @@ def _graphs(parts: _Parts, made: _Made) -> StepGraphs:
     can_capture = attention.capabilities.can_capture and not parts.options.data_parallel
     table = shape_table(
         parts.mode,
-        made.spec,
         most_rows=parts.graph_limits.rows if can_capture and parts.mode.graph_widths else 0,
         by_shape=parts.ops.sample_ops.filters_by_shape,
         has_drafter=parts.drafter is not None,

@@ -13,14 +13,15 @@ import torch
 
 from aserve.config import cache_home
 from aserve.gpu.attention.flashinfer.wrappers import is_slow
+from aserve.gpu.device.cpu.isa import read_isa
 from aserve.gpu.device.cpu.kernels import count_kernels
-from aserve.gpu.device.cpu.weights import read_isa
 from aserve.gpu.links import Links, describe_links, examine_links, link_advice
-from aserve.host.environment import installed_version, may_have_cuda
+from aserve.host.environment import installed_version
 from aserve.host.kernel_cache import kernel_cache
 from aserve.host.limits import (
     available_memory_bytes,
     cpu_quota,
+    may_have_cuda,
     memory_limit_bytes,
     num_cores,
     read_text,

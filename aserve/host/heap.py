@@ -26,7 +26,6 @@ class HeapTrimmer:
         self._timer: asyncio.TimerHandle | None = None
         self._least_bytes = resident_bytes()
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        self.num_trims = 0
 
     def start(self) -> None:
         if self._trim is not None and self._least_bytes:
@@ -47,7 +46,6 @@ class HeapTrimmer:
         """Trims the heap, in any thread. Growth is measured from the memory in use afterwards."""
         if self._trim is not None:
             self._trim(0)
-        self.num_trims += 1
         self._least_bytes = resident_bytes()
 
     def _tick(self) -> None:

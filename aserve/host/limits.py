@@ -1,10 +1,12 @@
-"""Reads how many CPUs and how much memory this process may use, as control groups limit them.
+"""Reads how many CPUs and how much memory this process may use, as control groups limit them, and
+how many CUDA devices the driver has.
 
 Files of the kernel are read below `root`, so that tests can lay out their own.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 from collections.abc import Iterator
@@ -154,3 +156,26 @@ def _reclaimable(path: Path, name: str) -> int:
 def _number(path: Path) -> int | None:
     text = read_text(path).strip()
     return int(text) if text.isdecimal() else None  # "max": no limit
+
+
+CUDA_DRIVER = "libcuda.so.1"
+
+
+def may_have_cuda(device: str) -> bool:
+    """Returns whether the engine may run on CUDA; `device` is the value of --device.
+
+    NOTE: it only asks the driver. torch may still be unable to use the devices.
+    """
+    return device == "cuda" or (device == "auto" and num_cuda_devices() > 0)
+
+
+def num_cuda_devices(library: str = CUDA_DRIVER) -> int:
+    """Asks the driver, without torch, whose import takes a second; 0 where there is no driver."""
+    try:
+        driver = ctypes.CDLL(library)
+    except OSError:
+        return 0
+    count = ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return 0
+    return count.value

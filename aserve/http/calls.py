@@ -51,11 +51,11 @@ class RunningCalls:
 
     def ids_of(self, rid: str) -> set[str]:
         """Returns the ids of the calls whose bodies have this id of the client."""
-        bodies = {request_id: call.body for request_id, call in self._running.items()}
         return {
             request_id
-            for request_id, body in bodies.items()
-            if isinstance(body, GenerationBody) and rid in (body.rid, body.request_id)
+            for request_id, call in self._running.items()
+            if isinstance(call.body, GenerationBody)
+            and rid in (call.body.rid, call.body.request_id)
         }
 
     def find(self, request_id: str) -> RunningCall | None:

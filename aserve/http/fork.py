@@ -15,12 +15,12 @@ from aserve.errors import InvalidRequest
 from aserve.http.calls import BEGINNING, Beginning, RunningCall
 from aserve.http.errors import refused
 from aserve.http.openai.checks import unsupported
-from aserve.http.openai.limits import INT32, RANGES, Range, check_range, check_within
+from aserve.http.openai.limits import RANGES, Range, check_range, check_within
 from aserve.http.openai.schema import TokenId
 from aserve.http.route import post
 from aserve.http.running import found_ids
 from aserve.http.state import REQUEST_ID, HttpContext
-from aserve.messages.base import array_i32, pack_i32
+from aserve.messages.base import MAX_INT32, array_i32, pack_i32
 from aserve.messages.requests import GenerateRequest
 
 # The fields of bodies that a fork may replace, each with its names in the APIs.
@@ -32,7 +32,7 @@ FIELDS = {
     "stop": ("stop", "stop_sequences"),
     "max_tokens": ("max_output_tokens", "max_completion_tokens", "max_tokens"),
 }
-POSITION = Range(0, INT32)
+POSITION = Range(0, MAX_INT32)
 SINGLE = ("n", "best_of", "echo", "prompt_logprobs")  # a fork has one choice without its prompt
 OF_STREAMS = ("resumable", "stream_options")
 

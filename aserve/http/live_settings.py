@@ -18,7 +18,8 @@ from msgspec import UNSET, UnsetType
 
 from aserve.errors import EngineDead
 from aserve.http.errors import refused
-from aserve.http.openai.limits import INT32, Range, check_within
+from aserve.http.openai.limits import Range, check_within
+from aserve.messages.base import MAX_INT32
 from aserve.messages.changes import ChangeSettings
 from aserve.messages.executor import EngineSpec
 from aserve.observability.request_log import WHOLE_LEVEL, RequestLog
@@ -144,7 +145,7 @@ class _Engine:
         at the start.
         """
         most = Range(1, self.most_tokens)
-        check_within(new.max_queue, Range(1, INT32), param="max_queue")
+        check_within(new.max_queue, Range(1, MAX_INT32), param="max_queue")
         check_within(new.max_num_batched_tokens, most, param="max_num_batched_tokens")
         if new.max_mixed_prefill_tokens is not None:
             most = Range(1, 1 << 20)

@@ -18,12 +18,13 @@ from aserve.http.auth import IDENTITY
 from aserve.http.delivery import json_response
 from aserve.http.errors import RequestFailed, refused
 from aserve.http.openai.answer_size import check_answer_size
-from aserve.http.openai.limits import INT32, Range, check_range, check_stops, check_within
+from aserve.http.openai.limits import Range, check_range, check_stops, check_within
 from aserve.http.route import get, post
 from aserve.http.state import HttpContext, caller_for, origin_of
+from aserve.messages.base import MAX_INT32
 from aserve.messages.changes import Amend, Amended, SequenceState
 
-MAX_TOKENS = Range(1, INT32)
+MAX_TOKENS = Range(1, MAX_INT32)
 NOTHING = Amend("", 0)
 PREPARING = "request_not_queued"
 

@@ -13,24 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "deadline", "shutdown", "error"]
-
-
 CancelReason: TypeAlias = Literal["stop", "cancelled", "deadline", "shutdown"]
-
-
 ServerPhase: TypeAlias = Literal["starting", "ready", "draining", "dead"]
-
-
 ChildKey: TypeAlias = tuple[str, int]  # request_id and child
-
-
 ArrayI32: TypeAlias = npt.NDArray[np.int32]
-
-
 ArrayF32: TypeAlias = npt.NDArray[np.float32]
 
-
 VALUE_BYTES = 4  # of an int32 or float32
+MAX_INT32, MAX_INT64 = (1 << 31) - 1, (1 << 63) - 1
 MASK_BITS = 32  # token ids in each int32 word of a grammar mask
 
 

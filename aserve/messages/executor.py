@@ -38,12 +38,9 @@ SchedulerEvent: TypeAlias = (
     | ChangeSettings
     | StepTimes
 )
-
-
 SchedulerEffect: TypeAlias = (
     Launch | Sample | Resync | StepOutput | Retired | Refused | Amended | BuildMask | KvEffect
 )
-
 
 Task: TypeAlias = Literal["generate", "embed", "classify"]
 # Which pages go down to the tiers below the prefix cache: all when they enter it, or when they are

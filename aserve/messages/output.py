@@ -26,9 +26,8 @@ class SequenceOutput(Record, frozen=True):
     logprobs: tuple[RowLogprobs, ...] = ()  # each covers consecutive tokens, in order
     prompt_logprobs: PromptLogprobs | None = None
     embedding: bytes | None = None  # float32 [hidden]
-    num_drafts: int = (
-        0  # that the step verified; all of these tokens but the last are accepted ones
-    )
+    # that the step verified; all of these tokens but the last are accepted ones
+    num_drafts: int = 0
 
 
 class NextTokens(Record, frozen=True):

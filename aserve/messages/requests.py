@@ -10,15 +10,6 @@ from aserve.messages.changes import Amend, ChangeSettings
 from aserve.picture import Picture, PictureSource
 
 
-def stamp_of(iteration: int) -> int:
-    """Returns the int32 by which the future map names the step that wrote a row. It is the
-    iteration below 2^31, and then counts from 1 again. 0 stays 0: such a step writes no row.
-    """
-    if not iteration:
-        return 0
-    return 1 + (iteration - 1) % (2**31 - 1)
-
-
 class Grammar(Record, frozen=True):
     """The grammar that an output must match. `source` is the JSON text of a schema, a regular
     expression, EBNF in llama.cpp's notation, a JSON list of texts, or the JSON of one of
@@ -240,8 +231,6 @@ class FailRequest(Message, frozen=True):
 
 # A Cancel or Amend takes the same path as its request, so that it cannot overtake it.
 TokenizerEvent: TypeAlias = GenerateRequest | Cancel | Amend
-
-
 RequestEvent: TypeAlias = AdmitRequest | Cancel
 # messages from the text side to the engine core
 EngineEvent: TypeAlias = RequestEvent | Amend | ChangeSettings

@@ -7,8 +7,17 @@ rows in turn: with D of them, row r is one of rank (r - 1) mod D.
 
 from __future__ import annotations
 
-from aserve.messages.base import Message, Record
+from aserve.messages.base import MAX_INT32, Message, Record
 from aserve.picture import Picture
+
+
+def stamp_of(iteration: int) -> int:
+    """Returns the int32 by which the future map names the step that wrote a row. It is the
+    iteration below 2^31, and then counts from 1 again. 0 stays 0: such a step writes no row.
+    """
+    if not iteration:
+        return 0
+    return 1 + (iteration - 1) % MAX_INT32
 
 
 class RowInit(Record, frozen=True):

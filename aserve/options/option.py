@@ -16,7 +16,7 @@ from aserve.errors import ConfigError
 T = TypeVar("T")
 
 ENV_PREFIX = "ASERVE_"
-MAX_INTEGER = (1 << 63) - 1  # what a message between processes can carry
+MAX_INT64 = (1 << 63) - 1  # what a message between processes can carry
 TRUE_WORDS = frozenset({"1", "true", "yes", "on"})
 TITLES = {"Kv": "KV cache", "Graph": "CUDA graphs", "Prompt": "Prompts"}
 FALSE_WORDS = frozenset({"0", "false", "no", "off"})
@@ -119,12 +119,12 @@ def parse_value(option: Option, value: object, *, where: str) -> object:
         raise ConfigError(f"{shown}: must be one of {', '.join(limits.choices)}")
     if isinstance(parsed, int | float) and not limits.low <= parsed <= limits.high:
         raise ConfigError(f"{shown}: must be {_kind_words(option)}")
-    if isinstance(parsed, int) and abs(parsed) > MAX_INTEGER:
-        raise ConfigError(f"{shown}: must be an integer of at most {MAX_INTEGER}")
+    if isinstance(parsed, int) and abs(parsed) > MAX_INT64:
+        raise ConfigError(f"{shown}: must be an integer of at most {MAX_INT64}")
     return parsed
 
 
-def build_options(record: type[T], given: Mapping[str, object]) -> T:
+def parse_options(record: type[T], given: Mapping[str, object]) -> T:
     """Builds a record of options that only the command line sets."""
     options = (option for option in options_of(record) if option.name in given)
     return record(

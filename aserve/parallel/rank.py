@@ -26,8 +26,9 @@ from aserve.disagg.connect import HasKv
 from aserve.engine_core import LocalExecutor
 from aserve.errors import AserveError, BugError, ConfigError
 from aserve.frames import FrameSplitter, framed
-from aserve.host.environment import collect_rarely, prepare_process, set_up_collector
+from aserve.host.environment import prepare_process
 from aserve.host.logs import start_logging
+from aserve.host.memory import collect_rarely, set_up_collector
 from aserve.host.threads import Worker, in_thread, new_event_loop
 from aserve.load import load_rank
 from aserve.messages.executor import Ticket

@@ -66,7 +66,7 @@ def tool_grammar(
         is_single = is_single or choice != "required"
         answer = _section(syntax, [_call(syntax, spec) for spec in named], is_single=is_single)
     if reasoning is not None:
-        answer = _thoughtful(answer, reasoning, is_inside=starts_in_reasoning)
+        answer = _with_reasoning(answer, reasoning, is_inside=starts_in_reasoning)
     return _grammar(answer, "tool_choice")
 
 
@@ -75,7 +75,7 @@ def answer_grammar(grammar: Grammar, reasoning: str, *, starts_in_reasoning: boo
     it, is free.
     """
     content = _content_of(grammar, reasoning)
-    answer = _thoughtful(content, reasoning, is_inside=starts_in_reasoning)
+    answer = _with_reasoning(content, reasoning, is_inside=starts_in_reasoning)
     return _grammar(answer, grammar.param)
 
 
@@ -96,7 +96,7 @@ def calls_or_answer_grammar(
     section = _section(syntax, calls, is_single=not parallel or syntax.is_last)
     answer = one_of([section, _content_of(grammar, reasoning)])
     if reasoning is not None:
-        answer = _thoughtful(answer, reasoning, is_inside=starts_in_reasoning)
+        answer = _with_reasoning(answer, reasoning, is_inside=starts_in_reasoning)
     return _grammar(answer, grammar.param)
 
 
@@ -107,7 +107,7 @@ def _content_of(grammar: Grammar, reasoning: str | None) -> Format:
     return sequence(text_format(header), content) if header else content
 
 
-def _thoughtful(answer: Format, reasoning: str, *, is_inside: bool) -> Format:
+def _with_reasoning(answer: Format, reasoning: str, *, is_inside: bool) -> Format:
     family = REASONING_PARSERS[parser_name(reasoning)]
     then = text_format(family.before_call) if family.before_call else None
     return _behind_reasoning(family, answer, then=then, is_inside=is_inside)

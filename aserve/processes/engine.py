@@ -24,12 +24,9 @@ from aserve.engine_core import EngineCorePorts, LocalEngineCore, LocalExecutor
 from aserve.errors import AserveError, ConfigError, ErrorInfo, MachineSilent
 from aserve.grammar.compile import Vocabulary
 from aserve.grammar.process import CompileProcess, early_worker
-from aserve.host.environment import (
-    collect_rarely,
-    prepare_process,
-    set_up_collector,
-)
+from aserve.host.environment import prepare_process
 from aserve.host.logs import start_logging, write_stacks, write_stacks_after
+from aserve.host.memory import collect_rarely, set_up_collector
 from aserve.host.threads import in_thread, new_event_loop
 from aserve.load import load_executor, vocabulary_of
 from aserve.messages.base import ServerPhase
@@ -96,9 +93,8 @@ class EngineSide:
         loop = asyncio.get_running_loop()
         self._loader = loader
         self._start: asyncio.Future[Start] = loop.create_future()
-        self._ended: asyncio.Future[None] = (
-            loop.create_future()
-        )  # completes when the frontend or a part of the engine has ended
+        # Completes when the frontend or a part of the engine has ended.
+        self._ended: asyncio.Future[None] = loop.create_future()
         self._link = Link[ToEngine, ToFrontend](
             "frontend",
             kind=ToEngine,

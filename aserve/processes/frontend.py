@@ -22,8 +22,8 @@ from aserve.channel import Sink
 from aserve.config import LoraOptions, Resolved
 from aserve.errors import EngineDead, ErrorInfo, InvalidRequest, ShuttingDown
 from aserve.frontend import Frontend
-from aserve.host.environment import collect_rarely, set_up_collector
 from aserve.host.logs import start_logging
+from aserve.host.memory import collect_rarely, set_up_collector
 from aserve.host.threads import in_thread, new_event_loop
 from aserve.messages.changes import Amend, Amended, ChangeSettings, EngineJob
 from aserve.messages.executor import EngineSpec

@@ -82,7 +82,7 @@ class Died(Message, frozen=True):
 
 
 class JobDone(Message, frozen=True):
-    """The answer to a EngineJob, with the error if there was one."""
+    """The answer to an EngineJob, with the error if there was one."""
 
     job: EngineJob
     error: ErrorInfo | None

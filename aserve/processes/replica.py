@@ -15,8 +15,8 @@ import socket
 from aserve.cli import guarded
 from aserve.config import set_environment
 from aserve.frames import receive
-from aserve.host.environment import collect_rarely
 from aserve.host.logs import start_logging
+from aserve.host.memory import collect_rarely
 from aserve.http.peers import Peers
 from aserve.processes.engine_process import socket_of_stdin
 from aserve.processes.link import END_OF_IMPORT, StartReplica

@@ -28,8 +28,7 @@ from io import BytesIO
 from aserve import frames
 from aserve.config import Resolved, system_variables
 from aserve.errors import ConfigError
-from aserve.host.environment import LIBRARY, may_have_cuda, num_devices
-from aserve.host.limits import usable_cpus
+from aserve.host.limits import may_have_cuda, num_cuda_devices, usable_cpus
 from aserve.http.peers import Peers
 from aserve.processes.engine_process import END_S, Restarts, ended, spawned
 from aserve.processes.link import END_OF_IMPORT, StartReplica
@@ -73,21 +72,14 @@ class Member:
             self.link.shutdown(socket.SHUT_WR)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Registry:
-    """Tells the router about the members of its fleet."""
+    """The calls by which a fleet tells its router about the members, by their addresses."""
 
-    def __init__(
-        self,
-        *,
-        joined: Callable[[str], None],
-        ready: Callable[[str], None],
-        died: Callable[[str], None],
-        left: Callable[[str], None],
-    ) -> None:
-        self.joined = joined
-        self.ready = ready
-        self.died = died
-        self.left = left
+    joined: Callable[[str], None]
+    ready: Callable[[str], None]
+    died: Callable[[str], None]
+    left: Callable[[str], None]
 
 
 class Fleet:
@@ -280,7 +272,7 @@ def shares_of(resolved: Resolved, environment: Mapping[str, str]) -> Sequence[di
         threads = environment.get(THREADS) or str(max(1, usable_cpus() // count))
         return [{THREADS: threads}] * MOST
     named = environment.get(DEVICES)
-    all_devices = range(num_devices(LIBRARY)) if named is None else named.split(",")
+    all_devices = range(num_cuda_devices()) if named is None else named.split(",")
     devices = [str(each) for each in all_devices]
     shares = [
         {DEVICES: ",".join(devices[start : start + num_ranks])}

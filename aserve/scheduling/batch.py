@@ -10,8 +10,7 @@ import numpy as np
 
 from aserve.cache.allocation import num_shared_pages
 from aserve.messages.base import pack_i32
-from aserve.messages.requests import stamp_of
-from aserve.messages.step import Launch, ScheduleBatch, StepStats, VerifyPlan
+from aserve.messages.step import Launch, ScheduleBatch, StepStats, VerifyPlan, stamp_of
 from aserve.scheduling.advance import stream_kv
 from aserve.scheduling.flights import Step, new_step, send
 from aserve.scheduling.forecast import relax

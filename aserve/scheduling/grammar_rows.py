@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from aserve.messages.base import num_mask_words, pack_i32
+from aserve.messages.base import VALUE_BYTES, num_mask_words, pack_i32
 from aserve.messages.executor import EngineSpec
 from aserve.messages.results import BuildMask, MaskReady, RowDrafts
 from aserve.messages.step import Sample
@@ -20,7 +20,6 @@ from aserve.scheduling.flights import Step
 from aserve.scheduling.request import Sequence
 from aserve.scheduling.state import SchedulerState
 
-MASK_BYTES = 4  # of a word
 SLOW_PART = 8  # one in so many rows
 
 
@@ -183,6 +182,6 @@ def _give_sample(state: SchedulerState, iteration: int, rows: list[int]) -> Samp
         assert sequence.mask.mask is not None
         sequence.is_blocked = False
         step = state.samples[iteration, row] = state.held.pop(row)
-        size = num_mask_words(state.spec.vocab_size) * MASK_BYTES
+        size = num_mask_words(state.spec.vocab_size) * VALUE_BYTES
         masks.append(sequence.mask.mask[: size * _num_nodes(step, row)])
     return Sample(iteration=iteration, rows=pack_i32(rows), masks=b"".join(masks))

@@ -90,9 +90,8 @@ class RowTable:
         self.sequences: Objects = np.full(max_rows + 1, None, np.object_)
         self.request_ids: Objects = np.full(max_rows + 1, None, np.object_)
         self.clients: Objects = np.full(max_rows + 1, None, np.object_)
-        self.appends: Objects = np.full(
-            max_rows + 1, None, np.object_
-        )  # methods that append an output
+        # The methods that append an output.
+        self.appends: Objects = np.full(max_rows + 1, None, np.object_)
 
     def enter(self, row: int, cells: Cells, *, copies: tuple[int, ...]) -> Cells:
         """Moves the values of a sequence into the columns. Returns a view of them, which is where

@@ -37,19 +37,11 @@ class Transfer(msgspec.Struct, gc=False):
 
 class SchedulerState:
     __slots__ = (
-        *("arrivals", "cache", "caution", "clients", "draft_choice", "effects", "end_ids"),
-        *("ended", "groups", "has_senders", "held", "landed", "leaders", "looks_left", "masked"),
-        *("next_iteration", "num_followers", "num_retracted", "repeat", "resync_at"),
-        *(
-            "retries",
-            "retry_iteration",
-            "rows",
-            "running",
-            "_running_rows",
-            "samples",
-            "slow_waiting",
-        ),
-        *("spec", "steps", "table", "transfers", "unsent", "waiting"),
+        *("arrivals", "cache", "caution", "clients", "draft_choice", "effects", "end_ids", "ended"),
+        *("groups", "has_senders", "held", "landed", "leaders", "looks_left", "masked"),
+        *("next_iteration", "num_followers", "num_retracted", "repeat", "resync_at", "retries"),
+        *("retry_iteration", "rows", "running", "_running_rows", "samples", "slow_waiting", "spec"),
+        *("steps", "table", "transfers", "unsent", "waiting"),
     )
 
     def __init__(self, spec: EngineSpec) -> None:

@@ -20,8 +20,7 @@ import msgspec
 import numpy as np
 
 from aserve.messages.base import VALUE_BYTES, pack_i32
-from aserve.messages.requests import stamp_of
-from aserve.messages.step import Launch, ScheduleBatch, StepStats
+from aserve.messages.step import Launch, ScheduleBatch, StepStats, stamp_of
 from aserve.scheduling.clients import Client
 from aserve.scheduling.flights import Repeat, new_step, send_alike
 from aserve.scheduling.forecast import relax

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from aserve.errors import ConfigError, InvalidRequest
-from aserve.messages.base import Record, pack_i32
+from aserve.messages.base import MAX_INT32, Record, pack_i32
 from aserve.messages.requests import ReasoningIds, ReasoningParams
 from aserve.parsers.registry import opens_reasoning, reasoning_tags
 from aserve.text.model_files import read_json, read_object
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 FILE = "generation_config.json"
 MAX_BAD_WORD_IDS = 2048  # token ids of all words of a request together
 MAX_PREDICTION_TOKENS = 16_384
-MAX_INTEGER = (1 << 31) - 1
 
 
 class GenerationDefaults(Record, frozen=True):
@@ -35,10 +34,10 @@ class GenerationDefaults(Record, frozen=True):
 
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] = 1.0
     top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
-    top_k: Annotated[int, msgspec.Meta(ge=-1, le=MAX_INTEGER)] = 0
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT32)] = 0
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=100)] = 1.0
-    max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_INTEGER)] | None = None
+    max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_INT32)] | None = None
 
     def __str__(self) -> str:
         """Returns the values that differ from NEUTRAL, for a log line."""

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from aserve.config import ModelOptions
 from aserve.errors import UNDECODABLE, ConfigError, InvalidRequest
+from aserve.messages.base import MAX_INT32
 from aserve.parsers.registry import (
     NO_PARSERS,
     REASONING_PARSERS,
@@ -34,7 +35,6 @@ from aserve.text.tokenizer import TextTokenizer, numeric_template, numeric_token
 
 logger = logging.getLogger(__name__)
 
-MAX_TOKEN_ID = (1 << 31) - 1
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -167,9 +167,11 @@ def _read_backend(model_dir: Path) -> Tokenizer:
     path = model_dir / "tokenizer.json"
     if not path.is_file():
         return _convert_backend(model_dir)
-    data = path.read_bytes()
     try:
+        data = path.read_bytes()
         msgspec.json.decode(data, type=_TokenizerFile)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except UNDECODABLE as error:
         raise ConfigError(f"{path}: {error}") from error
     try:
@@ -219,7 +221,7 @@ def _eos_ids(model_dir: Path, tokenizer_eos_id: int | None = None) -> list[int]:
     ]
     ids = [i for value in named for i in (value if isinstance(value, list) else [value])]
     size = _vocab_size(config)
-    known = range(size if isinstance(size, int) else MAX_TOKEN_ID + 1)
+    known = range(size if isinstance(size, int) else MAX_INT32 + 1)
     return list(dict.fromkeys(i for i in ids if isinstance(i, int) and i in known))
 
 

@@ -23,7 +23,7 @@ from typing import assert_never
 import numpy as np
 
 from aserve.actors.base import Actor
-from aserve.cache.page_keys import KEY_BYTES
+from aserve.cache.page_keys import split_keys
 from aserve.channel import Sink
 from aserve.host.threads import Worker, in_thread
 from aserve.messages.base import array_i32
@@ -249,10 +249,6 @@ class KvTiers(Actor[None]):
         self._report(
             TierUsed("host", direction, num_pages * page_bytes, len(self._host) * page_bytes)
         )
-
-
-def split_keys(keys: bytes) -> list[bytes]:
-    return [keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES)]
 
 
 def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:

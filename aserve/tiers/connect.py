@@ -9,6 +9,7 @@ from hashlib import blake2b
 
 from aserve.actors.scheduler import KvEvent, PeerEvent
 from aserve.actors.supervisor import Supervised
+from aserve.cache.page_keys import split_keys
 from aserve.channel import Sink
 from aserve.config import Resolved
 from aserve.disagg.connect import HasKv, Transfers, fingerprint
@@ -21,7 +22,7 @@ from aserve.messages.output import Refused, Retired
 from aserve.messages.requests import AdmitRequest, Cancel, FailRequest
 from aserve.messages.transfers import KvAccess, LoadKv, SaveKv
 from aserve.observability.reports import TierUsed
-from aserve.tiers.actor import KvTiers, split_keys
+from aserve.tiers.actor import KvTiers
 from aserve.tiers.host_pages import HostPages
 from aserve.tiers.page_files import PageFiles, open_folder
 from aserve.tiers.page_layout import PageLayout
@@ -95,14 +96,11 @@ def open_tiers(
     events: Sink[SchedulerEvent],
     report: Callable[[TierUsed], None],
 ) -> Tiers:
-    """Raises ConfigError if the options do not fit together,
-    or if there is not enough memory.
-    """
+    """Raises ConfigError if the options do not fit together, or if there is not enough memory."""
     if resolved.kv.tier_policy == "off":
         kv = None if transfers.kv is None else KvPort(None, transfers.kv)
         return Tiers(transfers.requests, kv, transfers.actors)
-    num_processes = resolved.num_ranks * resolved.machine.pipeline_parallel_size
-    if not isinstance(executor, HasKv) or num_processes > 1:
+    if not isinstance(executor, HasKv) or resolved.num_processes > 1:
         raise ConfigError(
             f"{FLAG} needs an engine of one rank whose device can copy KV to host memory, not "
             f"--device {resolved.machine.device} with {resolved.num_ranks} ranks and "

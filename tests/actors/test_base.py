@@ -56,6 +56,18 @@ async def test_messages_sent_together_arrive_as_one_batch_in_order() -> None:
     await actor.stop()
 
 
+async def test_a_heartbeat_tells_how_long_ago_the_last_batch_came_and_what_waits() -> None:
+    actor = Recorder()
+    actor.start(actor.note_death)
+    actor.inbox.send(1)
+    await tick()
+    actor.inbox.send(2)
+    heartbeat = actor.heartbeat()
+    assert (heartbeat.num_beats, heartbeat.backlog) == (1, 1)
+    assert 0 <= heartbeat.age_s < 60
+    await actor.stop()
+
+
 async def test_an_exception_in_handle_is_reported_once_and_later_messages_do_no_harm() -> None:
     actor = Recorder()
     actor.start(actor.note_death)

@@ -72,6 +72,7 @@ REACH = {
         packages=(*PLAIN, "aiohappyeyeballs", "aiohttp", "httptools", "multidict", "rich", "yarl"),
     ),
     "aserve.parallel": ANYTHING,
+    "aserve.terminal": Reach(aserve=("aserve.errors", "aserve.host.logs"), packages=("rich",)),
     "aserve.progress": Reach(aserve=(), packages=("rich",)),
     "aserve.bench": ANYTHING,
     "aserve.tiny": ANYTHING,
@@ -141,7 +142,7 @@ REACH = {
         aserve=(
             *(*FIRST, "aserve.request_stream", "aserve.unread", "aserve.text", "aserve.parsers"),
             *("aserve.batches", "aserve.receipts", "aserve.amendments"),
-            *("aserve.grammar.source_limits", "aserve.host.environment", "aserve.pictures.fetch"),
+            *("aserve.grammar.source_limits", "aserve.host.memory", "aserve.pictures.fetch"),
         ),
         packages=(*PLAIN, "aiohttp", "multidict"),
     ),

@@ -103,6 +103,16 @@ def test_blocks_lie_in_shared_memory_as_far_as_slots_are_free(
         arena.give_back(offset)
 
 
+def test_slots_of_blocks_that_the_peer_never_took_are_given_back(arena: Arena) -> None:
+    left, right = socket.socketpair()
+    with contextlib.closing(Connection(left)) as here, contextlib.closing(Connection(right)):
+        block_sender = BlockSender(here, arena)
+        block_sender.send(range(1), range(1), memoryview(KV))
+        assert arena.num_free == 1
+        block_sender.close()
+    assert arena.num_free == 2
+
+
 def test_a_block_that_is_larger_than_a_slot_follows(arena: Arena) -> None:
     small = Arena(slot_bytes=999, num_slots=1)
     with contextlib.closing(small), sending(1000, arena=small) as connection:

@@ -23,7 +23,7 @@ from aserve.errors import StepError
 from aserve.messages.base import array_i32, num_mask_words, pack_i32
 from aserve.messages.changes import Amend
 from aserve.messages.executor import EngineSpec, GroupSpec
-from aserve.messages.requests import AdmitRequest, Grammar, SamplingParams, stamp_of
+from aserve.messages.requests import AdmitRequest, Grammar, SamplingParams
 from aserve.messages.results import (
     BuildMask,
     MaskReady,
@@ -35,7 +35,7 @@ from aserve.messages.results import (
     StepFailed,
     StepResult,
 )
-from aserve.messages.step import Resync, RowInit, Sample, ScheduleBatch
+from aserve.messages.step import Resync, RowInit, Sample, ScheduleBatch, stamp_of
 from aserve.messages.transfers import KvFailed, KvReady, ReceiveKv
 from aserve.scheduling.request import child_seed
 

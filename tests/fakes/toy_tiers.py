@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import TypeAlias
 
-from aserve.cache.page_keys import KEY_BYTES
+from aserve.cache.page_keys import split_keys
 from aserve.messages.base import array_i32
 from aserve.messages.transfers import KvLoaded, LoadKv, SaveKv, TiersChanged
 from tests.fakes.toy_device import FakeDevice
@@ -28,7 +28,7 @@ class ToyTiers:
 
     def save(self, effect: SaveKv) -> TiersChanged:
         added, removed = b"", b""
-        for index, key in enumerate(_split(effect.keys)):
+        for index, key in enumerate(split_keys(effect.keys)):
             if self.chaos.random() < self.rate:
                 removed += key
                 continue
@@ -42,7 +42,7 @@ class ToyTiers:
 
     def load(self, effect: LoadKv) -> KvLoaded:
         """Pages that were lost leave anything where they should be."""
-        keys, num_pages = _split(effect.keys), effect.first
+        keys, num_pages = split_keys(effect.keys), effect.first
         for index, key in enumerate(keys):
             slots = self.pages.get(key)
             if slots is None or self.chaos.random() < self.rate:
@@ -70,7 +70,3 @@ class ToyTiers:
         for pool, page, values in zip(self._pools(), of_pool, slots, strict=True):
             if page:
                 pool[page * size : (page + 1) * size] = values
-
-
-def _split(keys: bytes) -> list[bytes]:
-    return [keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES)]

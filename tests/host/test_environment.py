@@ -1,11 +1,7 @@
-"""What is set before torch is imported, seen from a process that has not imported it; and whether
-there is a GPU, as far as the driver alone can tell.
-"""
+"""What is set before torch is imported, seen from a process that has not imported it."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
 import shutil
 import subprocess
@@ -16,14 +12,8 @@ from pathlib import Path
 import pytest
 
 from aserve.errors import ConfigError
-from aserve.host import environment
 from aserve.host import kernel_cache as kernel_cache_module
-from aserve.host.environment import (
-    PausedCollector,
-    may_have_cuda,
-    num_devices,
-    prepare_process,
-)
+from aserve.host.environment import prepare_process
 from aserve.host.kernel_cache import link_compiled_kernels
 
 PROGRAM = """
@@ -115,7 +105,8 @@ def test_openmp_itself_sees_the_threads_and_the_bounded_spinning() -> None:
 
 TEMPORARIES = """
 import resource, threading
-from aserve.host.environment import keep_freed_memory, prepare_process
+from aserve.host.environment import prepare_process
+from aserve.host.memory import keep_freed_memory
 prepare_process(1)
 def page_faults(count):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -220,32 +211,6 @@ def test_kernels_are_compiled_for_this_process_where_no_folder_can_be_written() 
     assert "every start compiles all kernels" in line
     assert "/dev/null/.cache" in line
     assert done.stdout == "tensor(1.)\n"
-
-
-def test_a_machine_without_the_driver_has_no_devices() -> None:
-    assert num_devices("libno-such-driver.so.1") == 0
-
-
-@pytest.mark.parametrize(
-    ("option", "num_found", "expected"),
-    [("auto", 1, True), ("auto", 0, False), ("cpu", 1, False), ("cuda", 0, True)],
-)
-def test_what_the_user_says_comes_before_what_is_found(
-    option: str, num_found: int, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(environment, "num_devices", lambda library: num_found)
-    assert may_have_cuda(option) is expected
-
-
-def test_a_pause_of_the_collector_ends_with_its_block_also_where_that_raises() -> None:
-    assert gc.isenabled()
-    with contextlib.suppress(ValueError), PausedCollector():
-        assert not gc.isenabled()
-        with PausedCollector():
-            pass
-        assert not gc.isenabled(), "the outer pause goes on"
-        raise ValueError("inside")
-    assert gc.isenabled()
 
 
 # A kernel in a package as it is installed. It prints whether numba compiled it or had it.

@@ -8,7 +8,7 @@ import sys
 # In a process of its own: its heap keeps what is freed, as that of a server on a CPU does.
 SCRIPT = """
 import sys
-from aserve.host.environment import keep_freed_memory
+from aserve.host.memory import keep_freed_memory
 from aserve.host.heap import GROWN_BYTES, HeapTrimmer, resident_bytes
 
 keep_freed_memory()

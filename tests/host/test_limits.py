@@ -1,4 +1,6 @@
-"""The number of threads and the free memory, in laid-out copies of the kernel's files."""
+"""The number of threads and the free memory, in laid-out copies of the kernel's files, and whether
+there is a GPU, as far as the driver alone can tell.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from aserve.host.limits import available_memory_bytes, usable_cpus
+from aserve.host import limits
+from aserve.host.limits import (
+    available_memory_bytes,
+    may_have_cuda,
+    num_cuda_devices,
+    usable_cpus,
+)
 
 MIB = 1 << 20
 V2 = "sys/fs/cgroup"
@@ -116,3 +124,18 @@ def test_free_memory_is_what_machine_and_groups_leave_and_file_pages_are_free(
 ) -> None:
     root = lay_out(tmp_path, {**MACHINE, "proc/self/cgroup": where, **groups})
     assert available_memory_bytes(root) == expected * MIB
+
+
+def test_a_machine_without_the_driver_has_no_devices() -> None:
+    assert num_cuda_devices("libno-such-driver.so.1") == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "num_found", "expected"),
+    [("auto", 1, True), ("auto", 0, False), ("cpu", 1, False), ("cuda", 0, True)],
+)
+def test_what_the_user_says_comes_before_what_is_found(
+    option: str, num_found: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "num_cuda_devices", lambda: num_found)
+    assert may_have_cuda(option) is expected

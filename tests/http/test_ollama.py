@@ -169,6 +169,8 @@ async def test_each_option_reaches_the_engine(
         ("/api/chat", {"options": {"mirostat": 1}}, 400, "options.mirostat"),
         ("/api/chat", {"options": {"temperature": 3}}, 400, "options.temperature"),
         ("/api/chat", {"options": {"num_predict": -5}}, 400, "options.num_predict"),
+        ("/api/chat", {"messages": [], "options": {"temperature": 3}}, 400, "options.temperature"),
+        ("/api/generate", {"options": {"temperature": 3}}, 400, "options.temperature"),
         ("/api/chat", {"logprobs": True}, 400, "logprobs"),
         ("/api/chat", {"tools": [{"type": "function"}]}, 400, "tools[0].function"),
         (

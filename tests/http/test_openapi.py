@@ -13,6 +13,7 @@ import pytest
 
 from aserve.http.answer_schemas import ANSWERS, described
 from aserve.http.batches import handlers as batches
+from aserve.http.errors import error_body
 from aserve.http.forwarding import forwarded
 from aserve.http.openapi import PLACE, describe, example_of
 from aserve.http.page import FILES
@@ -68,6 +69,8 @@ def test_every_route_is_described_once_with_its_body_its_errors_and_its_key() ->
             re.findall(r"{(\w+)}", place[1])
         )
         assert operation["responses"]["200"]["description"]
+        has_openai_errors = "$ref" in operation["responses"]["4XX"]
+        assert has_openai_errors is (route.errors is error_body)
         if route.body is not None:
             media = operation["requestBody"]["content"]["application/json"]
             properties = target(api, media["schema"]["$ref"])["properties"]

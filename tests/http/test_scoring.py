@@ -24,6 +24,16 @@ async def test_a_label_needs_a_prompt(echo: EchoEngine, empty: dict[str, Any]) -
     assert (answer.status, answer.error["param"]) == (400, "items"), answer.text
 
 
+@pytest.mark.parametrize("param", ["truncate_prompt_tokens", "max_tokens_per_doc"])
+async def test_documents_of_no_tokens_are_refused_as_prompts_of_none_are(
+    echo: EchoEngine, param: str
+) -> None:
+    """0 was taken as no bound."""
+    answer = await ask(echo, "/rerank", {"query": "a", "documents": ["b"], param: 0})
+    assert (answer.status, answer.error["param"]) == (400, param), answer.text
+    assert param in answer.error["message"]
+
+
 async def test_an_adapter_that_goes_while_a_text_is_tokenized_is_not_replaced_by_the_base_model(
     echo: EchoEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

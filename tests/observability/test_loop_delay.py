@@ -40,3 +40,6 @@ async def test_the_delay_is_measured_repeatedly() -> None:
         while (registry.get_sample_value(COUNT) or 0) < 2:  # noqa: ASYNC110
             await asyncio.sleep(INTERVAL_S)
     delay.stop()
+    count = registry.get_sample_value(COUNT)
+    await asyncio.sleep(3 * INTERVAL_S)
+    assert registry.get_sample_value(COUNT) == count, "it was stopped"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from aserve.gpu.build import BuildOptions, build_executor
 from aserve.gpu.device.cpu.fused_draft import CompiledDraft, make_compiled_draft
-from aserve.gpu.device.cpu.weights import has_tiles, read_isa
+from aserve.gpu.device.cpu.isa import has_tiles, read_isa
 from aserve.gpu.device.fused_step import FusedRows
 from aserve.gpu.models.draft_decoder import DraftDecoder, JoinedInputs
 from aserve.gpu.runner import ModelRunner

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aserve.gpu.attention.reference import TorchReference
 from aserve.gpu.build import BuildOptions, assemble
-from aserve.gpu.decode.registry import MODES
+from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.gpu.device.cpu import fused_decoder, team_choice
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.device.cpu.fused_decoder import FEW_TOKENS, CompiledForward, make_compiled_forward
@@ -228,7 +228,7 @@ def executor_of(
 ) -> TorchExecutor:
     options = BuildOptions(directory, num_pages=80, max_rows=4, page_size=4, attention=attention)
     model = load_tiled(directory, dtype, num_threads)
-    return assemble(model, MODES[options.decode](), CpuDevice(), options)
+    return assemble(model, Autoregressive(), CpuDevice(), options)
 
 
 STEPS: list[tuple[Spans, list[int]]] = [

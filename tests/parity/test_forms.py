@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from aserve.gpu.device.cpu.device import CpuDevice
+from aserve.gpu.device.cpu.isa import read_isa
 from aserve.gpu.device.cpu.linear import prepare_fp16_stored
-from aserve.gpu.device.cpu.weights import choose_cpu_format, read_isa
+from aserve.gpu.device.cpu.weights import choose_cpu_format
 from aserve.gpu.layers.linear import Prepare, prepare
 from aserve.gpu.weights.format import WeightRequest
 from aserve.gpu.weights.source import Target

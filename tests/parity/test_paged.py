@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.build import BuildOptions, assemble
-from aserve.gpu.decode.registry import MODES
+from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.device.registry import open_device
 from aserve.gpu.models.base import CausalModel
@@ -89,7 +89,7 @@ async def running(
     )
     recorder = Recorder(load_model(reference.directory, max_model_len=MAX_MODEL_LEN))
     model: Any = recorder  # it has all that a model has
-    executor = assemble(model, MODES[build.decode](), open_device("cpu"), build)
+    executor = assemble(model, Autoregressive(), open_device("cpu"), build)
     async with batch_builder.running(executor) as run:
         yield run, recorder.recorded
 

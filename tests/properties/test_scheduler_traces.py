@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from aserve.actors.replay import replay
 from aserve.messages.base import array_i32, pack_i32
 from aserve.messages.executor import DecodeCaps, EngineSpec, GroupSpec
-from aserve.messages.requests import AdmitRequest, ReasoningIds, SamplingParams, stamp_of
+from aserve.messages.requests import AdmitRequest, ReasoningIds, SamplingParams
 from aserve.messages.results import StepTimes
-from aserve.messages.step import DraftTree
+from aserve.messages.step import DraftTree, stamp_of
 from tests.fakes.hash_model import HashModel
 from tests.fakes.toy_device import TOY
 from tests.gpu.drive import make_executor, request, serve

@@ -201,7 +201,7 @@ def test_replicas_share_the_gpus_and_the_cores(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(fleet, "usable_cpus", lambda: 9)
     assert shares_of(resolved(), {})[:2] == [{"OMP_NUM_THREADS": "4"}] * 2
     assert shares_of(resolved(), {"OMP_NUM_THREADS": "3"})[0] == {"OMP_NUM_THREADS": "3"}
-    monkeypatch.setattr(fleet, "num_devices", lambda _: 5)
+    monkeypatch.setattr(fleet, "num_cuda_devices", lambda: 5)
     cuda = resolved(device="cuda", tensor_parallel_size=2)
     assert [each["CUDA_VISIBLE_DEVICES"] for each in shares_of(cuda, {})] == ["0,1", "2,3"]
     named = shares_of(cuda, {"CUDA_VISIBLE_DEVICES": "4,7,5,6"})

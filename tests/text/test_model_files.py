@@ -157,6 +157,12 @@ def test_an_invalid_file_is_named(tmp_path: Path, content: str) -> None:
         load_tokenizer(tmp_path)
 
 
+def test_a_tokenizer_that_cannot_be_read_is_named_and_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").symlink_to("/proc/self/mem")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read: Input/output error"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_tokenizer_that_the_library_does_not_know_is_a_clear_error(tmp_path: Path) -> None:
     content = json.loads(byte_level_backend().to_str())
     content["model"]["type"] = "Newer"

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aserve.gpu.device.cpu.weights import has_chunk_attention, read_isa
+from aserve.gpu.device.cpu.isa import chunk_kv_dtype, read_isa
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.kv.store import Scales, byte_view, from_kv_dtype
 from aserve_kernels.cpu.chunk_attention import chunk_attention, compile_chunk_attention
 from aserve_kernels.cpu.host_rows import HostRows, QueryRows
-from aserve_kernels.cpu.tiles import HAS_FAST_PAIRS, OUTPUTS
+from aserve_kernels.cpu.tiles import OUTPUTS
 from aserve_kernels.paged_rows import Scoring
 
 TILE = 2048  # keys
@@ -144,11 +144,10 @@ def choose_chunked_prefill(pools: KvPools, dtype: torch.dtype, num_workers: int)
     `chunk_attention`: 64 queries behind 4,000 keys 32 / 27 / 8 ms, 2,048 behind 6,144 1,918 / 1,295
     / 395; 64 without a prefix 0.8 / 0.5 / 0.2.
     """
-    if not has_chunk_attention(dtype, read_isa()):
+    read_dtype = chunk_kv_dtype(dtype, pools.dtype, read_isa())
+    if read_dtype is None or any(kv.keys.shape[2] % OUTPUTS for kv in pools.layers.values()):
         return SDPA_TILES
-    if any(kv.keys.shape[2] % OUTPUTS for kv in pools.layers.values()):
-        return SDPA_TILES
-    if dtype == torch.bfloat16 and dtype != pools.dtype and HAS_FAST_PAIRS:
+    if read_dtype != pools.dtype:
         compile_chunk_attention(dtype, num_workers)
         attend = partial(widened_chunks, num_workers=num_workers)
         return ChunkedPrefill(attend, min_queries=16, min_keys=16, has_windows_and_caps=True)

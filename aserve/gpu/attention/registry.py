@@ -42,7 +42,8 @@ BACKENDS: Mapping[str, Callable[[], AttentionKind]] = {
 
 
 def find_backend(name: str) -> Callable[[], AttentionKind] | None:
-    """The backend of that name, here or in another package."""
-    for point in () if name in BACKENDS else entry_points(group=GROUP, name=name):
-        return point.load
-    return BACKENDS.get(name)
+    """Returns the backend of this name, of aserve or of another package, or None."""
+    if name in BACKENDS:
+        return BACKENDS[name]
+    point = next(iter(entry_points(group=GROUP, name=name)), None)
+    return None if point is None else point.load

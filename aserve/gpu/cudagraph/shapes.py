@@ -132,7 +132,7 @@ class ShapeTable:
 
 
 def shape_table(
-    mode: DecodeMode, spec: EngineSpec, *, most_rows: int, by_shape: bool, has_drafter: bool
+    mode: DecodeMode, *, most_rows: int, by_shape: bool, has_drafter: bool
 ) -> ShapeTable:
     """Returns the shapes of the steps that may be captured. `by_shape`: filters are drawn by
     operators whose shapes follow from the plan."""

@@ -16,7 +16,7 @@ from aserve.gpu.lora.tables import LoraOps, MakeLoraOps
 from aserve.gpu.models.base import CausalModel
 from aserve.gpu.models.draft_decoder import DraftDecoder
 from aserve.gpu.sampling.ops import PLAIN_OPS, SampleOps
-from aserve.gpu.step.future_map import PLAIN_ROWS, RowOps
+from aserve.gpu.step.future_map import PLAIN_ROW_OPS, RowOps
 from aserve.gpu.step.resolve import DeviceState, Resolve, resolve
 from aserve_kernels.delta_rule import AdvanceRows, advance_rows_ref
 from aserve_kernels.suffix_match import TORCH_SUFFIX_MATCH, SuffixMatch
@@ -37,7 +37,7 @@ class DeviceOps:
 
     elementwise: Elementwise = PLAIN  # norms, residual sums and gated activations
     rope_and_store_kv: RopeAndStoreKv = rope_then_store_kv
-    row_ops: RowOps = PLAIN_ROWS  # gathers and scatters rows of the relay
+    row_ops: RowOps = PLAIN_ROW_OPS  # gathers and scatters rows of the relay
     resolve: Resolve = resolve  # turns a step's staged words into the model's inputs
     sample_ops: SampleOps = PLAIN_OPS
     lora_ops: MakeLoraOps = LoraOps  # of engines with --enable-lora

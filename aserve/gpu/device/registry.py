@@ -33,7 +33,7 @@ DEVICES: Mapping[str, OpenDevice] = {"cuda": open_cuda, "cpu": CpuDevice}
 
 
 def devices_of(local_rank: int, num_ranks: int) -> Mapping[str, OpenDevice]:
-    """The devices as one of several ranks on this machine opens them."""
+    """Returns the devices as one of several ranks on this machine opens them."""
     own = functools.partial(open_cuda, local_rank=local_rank, num_ranks=num_ranks)
     return {**DEVICES, "cuda": own}
 
@@ -56,16 +56,15 @@ def open_device(name: str, devices: Mapping[str, OpenDevice] = DEVICES) -> Devic
 
 
 def device_names(devices: Mapping[str, OpenDevice] = DEVICES) -> list[str]:
-    """The names of our devices and of those of installed packages."""
+    """Returns the names of the devices, those of installed packages included."""
     return sorted({*devices, *OTHER_EXECUTORS, *entry_points(group=GROUP).names})
 
 
 def _installed(name: str) -> OpenDevice | None:
-    """The device of another package."""
-    for point in entry_points(group=GROUP, name=name):
-        found: OpenDevice = point.load()
-        return found
-    return None
+    """Returns the device of another package, or None."""
+    point = next(iter(entry_points(group=GROUP, name=name)), None)
+    found: OpenDevice | None = None if point is None else point.load()
+    return found
 
 
 def _open_first(devices: Mapping[str, OpenDevice]) -> Device:

@@ -95,7 +95,7 @@ def byte_view(pool: Tensor) -> Tensor:
 
 
 def kv_dtype_of(name: str, model_dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype that --kv-dtype names: a key of KV_DTYPES, or `auto` for the model's
+    """Returns the dtype that --kv-cache-dtype names: a key of KV_DTYPES, or `auto` for the model's
     dtype.
     """
     return KV_DTYPES.get(name, model_dtype)

@@ -41,9 +41,8 @@ class Rotary:
         pair_axes: Sequence[int] = (),
     ) -> None:
         """`pair_axes`: the axis that each pair uses; empty for one axis."""
-        self._axes = torch.tensor(
-            2 * [*pair_axes], dtype=torch.int64, device=device
-        )  # [rotary_dim], or [0]
+        # [rotary_dim], or [0]
+        self._axes = torch.tensor(2 * [*pair_axes], dtype=torch.int64, device=device)
         # [max_model_len, rotary_dim]: cosines, then sines
         self.table = torch.empty(max_model_len, rotary_dim, dtype=dtype, device=device)
         if self.table.is_meta:  # an inventory's model, whose sizes nobody has checked yet

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from aserve.errors import ConfigError
 from aserve.gpu.models.config.fields import Fields
+from aserve.gpu.weights.checkpoint import DTYPES
 from aserve.gpu.weights.renamed import older_name
 from aserve.json_file import read_json_object
 
@@ -103,15 +104,23 @@ def _module(config: Fields, name: str, pair: Mapping[str, Tensor], max_rank: int
     if pair.keys() != {"A", "B"}:
         raise ConfigError(f"{config.source}: {name} has only one of the matrices A and B")
     a, b = pair["A"], pair["B"]
-    rank = int(_pattern_value(config, "rank_pattern", name) or config.integer("r"))
+    rank = _pattern_value(config, "rank_pattern", name) or config.integer("r")
     if a.ndim != 2 or b.ndim != 2 or len(a) != rank or b.shape[1] != rank:
         shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
-        raise ConfigError(f"{config.source}: {name} has matrices {shapes}, but its rank is {rank}")
+        raise ConfigError(
+            f"{config.source}: {name} has matrices {shapes}, but its rank is {rank:g}"
+        )
     if rank > max_rank:
         raise ConfigError(
-            f"{config.source}: {name} has rank {rank}, and the server was started with "
+            f"{config.source}: {name} has rank {rank:g}, and the server was started with "
             f"--max-lora-rank {max_rank}"
         )
+    for tensor in (a, b):
+        if tensor.dtype not in DTYPES.values():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"{config.source}: {name} has weights of a type that is not read: {dtype}"
+            )
     if not (a.isfinite().all() and b.isfinite().all()):
         raise ConfigError(f"{config.source}: {name} has weights that are not finite")
     alpha = _pattern_value(config, "alpha_pattern", name) or config.number("lora_alpha")

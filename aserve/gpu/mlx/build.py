@@ -14,7 +14,6 @@ import torch
 from aserve.cache.layout import MIB, with_pages
 from aserve.errors import ConfigError
 from aserve.gpu.build import BuildOptions
-from aserve.gpu.decode.registry import PLAIN
 from aserve.gpu.device.cpu.device import KV_PART
 from aserve.gpu.kv.layer_groups import group_layers
 from aserve.gpu.mlx.decoder import MlxDecoder, MlxModel, give_to_mlx
@@ -106,8 +105,6 @@ def _unsupported(options: BuildOptions) -> Iterator[tuple[str, str]]:
         yield "speculative_algorithm", "runs without speculative decoding"
     if options.model_impl == "transformers":
         yield "model_impl", "runs models with native code alone, not those of transformers"
-    if options.decode != PLAIN:
-        yield "decode", f"has no decode mode {options.decode}"
     if options.max_loras:
         yield "enable_lora", "takes no LoRA adapters"
     if options.quantization is not None:

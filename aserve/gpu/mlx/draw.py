@@ -13,10 +13,8 @@ import numpy as np
 from aserve.gpu.mlx.arrays import Floats, floats, ints
 from aserve.gpu.sampling.plan import LogitBiases
 from aserve.gpu.transfer.staging import ArrayI64
-from aserve.messages.base import ArrayI32
+from aserve.messages.base import MASK_BITS, ArrayI32
 from aserve_kernels import splitmix64
-
-MASK_BITS = 32
 
 
 def gumbel_noise(

@@ -22,8 +22,7 @@ from aserve.gpu.step.held import HeldRows
 from aserve.gpu.step.plan import LogitsPlan, StepPlan, plan_logits
 from aserve.gpu.step.results import Layout, check_step
 from aserve.messages.base import ArrayI32, array_i32
-from aserve.messages.requests import stamp_of
-from aserve.messages.step import Sample, ScheduleBatch
+from aserve.messages.step import Sample, ScheduleBatch, stamp_of
 
 
 @dataclass(frozen=True, slots=True)

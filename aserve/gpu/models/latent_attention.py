@@ -67,11 +67,13 @@ class LatentShape(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, fields: Fields) -> LatentShape:
+        if fields.integer("qk_rope_head_dim") % 2:
+            fields.refuse("qk_rope_head_dim", expected="an even number: rope rotates pairs")
         return cls(
             kv_lora_rank=fields.integer("kv_lora_rank"),
             q_lora_rank=fields.integer("q_lora_rank") if fields.has("q_lora_rank") else None,
             qk_nope_head_dim=fields.integer("qk_nope_head_dim"),
-            qk_rope_head_dim=fields.integer("qk_rope_head_dim", minimum=2),
+            qk_rope_head_dim=fields.integer("qk_rope_head_dim"),
             v_head_dim=fields.integer("v_head_dim"),
             is_interleaved=fields.flag("rope_interleave", default=True),
             mscale=_mscale(fields),

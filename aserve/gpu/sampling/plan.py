@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from aserve.gpu.sampling.token_masks import BanPlan, RowBans, plan_bans
 from aserve.gpu.transfer.staging import HostArrays
-from aserve.messages.base import ArrayI32
+from aserve.messages.base import MAX_INT32, ArrayI32
 from aserve.messages.step import RowInit
 
 PLAIN = 0
@@ -150,7 +150,7 @@ class RowParams:
         return LogitBiases(indices, token_ids, values, min_lens)
 
 
-ALWAYS = (1 << 31) - 1
+ALWAYS = MAX_INT32  # the length below which a bias counts
 
 
 @dataclass(frozen=True, slots=True)

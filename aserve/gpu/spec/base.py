@@ -98,6 +98,11 @@ class Drafts:
     parents: Tensor | None = None
 
 
+def widened(values: Tensor, width: int) -> Tensor:
+    """values [n, <= width] -> [n, width], with zeros behind them."""
+    return torch.nn.functional.pad(values, (0, width - values.shape[1]))
+
+
 @dataclass(frozen=True, slots=True)
 class Verified:
     """The outcome of a step's verification, for its n sampled rows. Tensors are int64.

@@ -44,7 +44,7 @@ from aserve.gpu.device.ops import MakeFusedDraft
 from aserve.gpu.models.base import HiddenCapture
 from aserve.gpu.sampling.ops import SampleOps
 from aserve.gpu.sampling.sampler import Sampled
-from aserve.gpu.spec.base import Drafter, DraftRows, Verified
+from aserve.gpu.spec.base import Drafter, DraftRows, Verified, widened
 from aserve.gpu.spec.fused import FuseDrafter, FusedSpeculation
 from aserve.gpu.spec.rejection import Verification
 from aserve.gpu.spec.tree import DraftTrees, TreeOfStep
@@ -160,9 +160,9 @@ class Speculative:
                 counts=arrays.ints("num_drafts").index_select(0, drafting),
             ),
         )
-        relay.write(DRAFTS, rows, _widened(drafts.tokens, self._drafter.max_drafts))
+        relay.write(DRAFTS, rows, widened(drafts.tokens, self._drafter.max_drafts))
         if self._trees is not None and drafts.parents is not None:
-            self._trees.write(relay, rows, _widened(drafts.parents, self._drafter.max_drafts))
+            self._trees.write(relay, rows, widened(drafts.parents, self._drafter.max_drafts))
 
     def step(self, runner: StepRunner, step: DeviceStep, publish: OnPublish) -> Packed:
         capture = None if step.plan.batch.skips_drafter else self._drafter.inputs.capture()
@@ -276,7 +276,3 @@ def _scored(step: DeviceStep) -> Tensor:
         parts.append(step.arrays.ints(f"slice{number}.scored") + start)
         start += part.num
     return torch.cat(parts) if parts else step.arrays.ints("sample_rows")[:0]
-
-
-def _widened(values: Tensor, width: int) -> Tensor:
-    return torch.nn.functional.pad(values, (0, width - values.shape[1]))

@@ -23,7 +23,15 @@ from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.gpu.decode.base import DecodeMode, OnPublish, StepRunner
 from aserve.gpu.device.fused_step import FusedWindows
 from aserve.gpu.device.ops import MakeFusedDraft
-from aserve.gpu.spec.base import NO_HIDDEN, Drafter, DraftRows, Drafts, Verified, histories_of
+from aserve.gpu.spec.base import (
+    NO_HIDDEN,
+    Drafter,
+    DraftRows,
+    Drafts,
+    Verified,
+    histories_of,
+    widened,
+)
 from aserve.gpu.spec.fused import (
     FusedDrafter,
     FusedLookup,
@@ -98,12 +106,12 @@ class Predicting:
             has_text &= rows.counts > drafter.max_drafts
         if DRAFT_PROBS in runner.relay:
             forget_probs(runner.relay, rows.rows, has_text)
-        tokens = _widened(own.tokens, rows.num_drafts)
+        tokens = widened(own.tokens, rows.num_drafts)
         tokens = torch.where(has_text[:, None], self.look_up(runner.state, rows), tokens)
         if own.parents is None:
             return Drafts(tokens)
         chain = torch.arange(rows.num_drafts, device=tokens.device)
-        parents = _widened(own.parents, rows.num_drafts)
+        parents = widened(own.parents, rows.num_drafts)
         return Drafts(tokens, torch.where(has_text[:, None], chain, parents))
 
     def extend(
@@ -121,10 +129,6 @@ class Predicting:
             num_outputs=rows.lens + 1 - prompt_lens,
         )
         return self._match.text(histories_of(state, rows), texts, WINDOW, rows.num_drafts)
-
-
-def _widened(values: Tensor, width: int) -> Tensor:
-    return torch.nn.functional.pad(values, (0, width - values.shape[1]))
 
 
 class FusedPrediction:

@@ -85,7 +85,7 @@ class RowOps:
     scatter: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] = scatter_rows
 
 
-PLAIN_ROWS = RowOps()
+PLAIN_ROW_OPS = RowOps()
 
 
 class FutureMap:
@@ -99,7 +99,7 @@ class FutureMap:
         *,
         max_rows: int,
         device: torch.device,
-        ops: RowOps = PLAIN_ROWS,
+        ops: RowOps = PLAIN_ROW_OPS,
     ) -> None:
         self._ops = ops
         declared = (RelayField(LAST_TOKEN, (), torch.int64), *fields)

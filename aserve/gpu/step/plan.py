@@ -13,8 +13,7 @@ from aserve.gpu.sampling.plan import RowParams, SamplePlan
 from aserve.gpu.step.prompts import PromptPlan, plan_prompts
 from aserve.gpu.transfer.staging import ArrayI64, HostArrays
 from aserve.messages.base import ArrayI32, array_i32, num_values
-from aserve.messages.requests import stamp_of
-from aserve.messages.step import ScheduleBatch
+from aserve.messages.step import ScheduleBatch, stamp_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from aserve.http.openai.conversation import (
     pictures_of,
 )
 from aserve.http.openai.grammars import format_grammar
-from aserve.http.openai.limits import INT32, Range, check_within
+from aserve.http.openai.limits import Range, check_within
 from aserve.http.openai.reasoning import reasoning_limit
 from aserve.http.openai.schema import (
     ChatMessage,
@@ -29,9 +29,10 @@ from aserve.http.openai.schema import (
     null_value,
 )
 from aserve.http.openai.tools import ToolChoice, ToolDefinition, choose_tools
+from aserve.messages.base import MAX_INT32
 from aserve.parsers.registry import ParserNames
 
-BUDGET = Range(1, INT32)
+BUDGET = Range(1, MAX_INT32)
 
 T = TypeVar("T")
 

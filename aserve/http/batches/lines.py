@@ -28,10 +28,11 @@ from aserve.http.openai.schema import ChatBody, CompletionBody, EmbeddingBody
 from aserve.http.receipts import receipt_facts, with_receipt
 from aserve.http.state import HttpContext, origin_for
 from aserve.http.unknown_fields import ignored_fields
+from aserve.messages.base import MAX_INT32
 
 RETRY_S = 5.0  # after an answer that says the engine is full, or not there
 AGAIN = frozenset({429, 503})  # statuses after which a line is tried again
-LOWEST_PRIORITY = 2**31 - 1
+LOWEST_PRIORITY = MAX_INT32
 
 BodyT = TypeVar("BodyT", ChatBody, CompletionBody)
 LineT = TypeVar("LineT", ChatBody, CompletionBody, EmbeddingBody)
@@ -100,9 +101,8 @@ class HttpLineWork:
             body = await ENDPOINTS[line.url](self._context, origin, bytes(line.body))
         except (AserveError, RequestFailed) as error:
             info = info_of(error)
-            is_paused = (
-                info.code == ABORTED and self._context.state.is_held
-            )  # a pause ends what runs
+            # A pause ends what runs.
+            is_paused = info.code == ABORTED and self._context.state.is_held
             is_again = info.status in AGAIN or is_paused
             again_s = (info.retry_after_s or RETRY_S) if is_again else None
             return LineAnswer(info.status, error_body(info), again_s)

@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from aserve.host.environment import freeze_collector
+from aserve.host.memory import freeze_collector
 from aserve.http.body import parse_query
 from aserve.http.delivery import json_response
 from aserve.http.errors import refused

@@ -20,17 +20,18 @@ from aserve.http.openai.answers import ids_of
 from aserve.http.openai.call import Call, Origin
 from aserve.http.openai.checks import check_only_one, check_unsupported
 from aserve.http.openai.completions import completion_call
-from aserve.http.openai.limits import INT32, Range, check_within
+from aserve.http.openai.limits import Range, check_within
 from aserve.http.openai.schema import CompletionBody, StructuredOutputs, TextsOrIds, TokenId
 from aserve.http.rendering import Output, answer, field_names, one_or_list
 from aserve.http.route import get, post
 from aserve.http.sse import EVENT_STREAM, KEEP_ALIVE
 from aserve.http.state import HttpContext, origin_of
+from aserve.messages.base import MAX_INT32
 from aserve.messages.output import OutputChunk
 from aserve.messages.scored import TokenLogprob
 
 NEVER = -100.0  # the strongest bias
-N_PREDICT = Range(-2, INT32)  # negative numbers mean the rest of the context
+N_PREDICT = Range(-2, MAX_INT32)  # negative numbers mean the rest of the context
 
 NAMES = {
     "max_tokens": "n_predict",

@@ -25,12 +25,13 @@ from aserve.http.generate.tgi import tgi_answer, tgi_error
 from aserve.http.openai.call import Call, Origin
 from aserve.http.openai.checks import check_only_one, check_unsupported
 from aserve.http.openai.completions import completion_call
-from aserve.http.openai.limits import INT32, MAX_LOGPROBS, MAX_RID_CHARS, Range, check_within
+from aserve.http.openai.limits import MAX_LOGPROBS, MAX_RID_CHARS, Range, check_within
 from aserve.http.openai.schema import CompletionBody, StructuredOutputs, TextsOrIds
 from aserve.http.rendering import Output, answer, field_names, one_or_list
 from aserve.http.route import post
 from aserve.http.sse import DONE, EVENT_STREAM, KEEP_ALIVE
 from aserve.http.state import HttpContext, origin_of
+from aserve.messages.base import MAX_INT32
 from aserve.messages.output import OutputChunk
 from aserve.messages.scored import PromptToken, TokenLogprob
 
@@ -139,7 +140,7 @@ def _check(body: GenerateBody) -> None:
             code="invalid_value",
         )
     for name, limit in (
-        ("logprob_start_len", Range(-1, INT32)),
+        ("logprob_start_len", Range(-1, MAX_INT32)),
         ("top_logprobs_num", Range(0, MAX_LOGPROBS)),
     ):
         value = _shared(getattr(body, name), name)

@@ -11,16 +11,17 @@ from aserve.http.openai.chat_plan import ChatPlan, plan_chat
 from aserve.http.openai.checks import check_unsupported
 from aserve.http.openai.conversation import Chat, ReasoningOptions
 from aserve.http.openai.grammars import format_grammar
-from aserve.http.openai.limits import INT32, Range, check_within
+from aserve.http.openai.limits import Range, check_within
 from aserve.http.openai.reasoning import reasoning_limit
 from aserve.http.openai.schema import ChatMessage, FunctionCall, GenerationBody, ToolCall
 from aserve.http.openai.tools import ToolChoice, choose_tools
+from aserve.messages.base import MAX_INT32
 from aserve.messages.requests import Grammar
 from aserve.parsers.registry import ParserNames
 
 LATEST = ":latest"  # Ollama's clients add it to names without a tag
-KEEP_ALIVE = Range(-INT32, INT32)  # seconds; negative numbers mean forever
-NUM_PREDICT = Range(-2, INT32)  # negative numbers mean the rest of the context
+KEEP_ALIVE = Range(-MAX_INT32, MAX_INT32)  # seconds; negative numbers mean forever
+NUM_PREDICT = Range(-2, MAX_INT32)  # negative numbers mean the rest of the context
 
 # Options that would change the output, with the values that mean no effect.
 NEUTRAL_OPTIONS: dict[str, tuple[object, ...]] = {

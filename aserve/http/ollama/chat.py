@@ -111,8 +111,9 @@ def _call_of(body: OllamaBody, origin: Origin, prompt: Prompt, plan: ChatPlan | 
 
 def _loaded(body: OllamaBody, origin: Origin, empty: dict[str, Any]) -> web.Response:
     """Answers a request without a prompt, by which Ollama's clients load a model."""
-    generation = generation_of(body)
-    check_body(generation, origin.model_names)
+    with field_names(NAMES):
+        generation = generation_of(body)
+        check_body(generation, origin.model_names)
     model = generation.model or origin.model_names[0]
     part = Part(model=model, created_at=now(), done=True, done_reason="load", **empty)
     return json_response(part)

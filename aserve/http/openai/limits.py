@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from aserve.errors import InvalidRequest
 from aserve.http.openai.schema import ContentPart, GenerationBody
+from aserve.messages.base import MAX_INT32, MAX_INT64
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
@@ -22,9 +23,6 @@ MAX_BIAS = 100.0
 MAX_LOGPROBS = 20
 MAX_SEQUENCES = 512  # prompts times n in one call
 
-INT32 = 2**31 - 1
-INT64 = 2**63 - 1
-
 
 class Range(NamedTuple):
     low: float
@@ -33,22 +31,22 @@ class Range(NamedTuple):
 
 RANGES = {
     "n": Range(1, 128),
-    "dimensions": Range(1, INT32),
+    "dimensions": Range(1, MAX_INT32),
     "best_of": Range(1, 128),
-    "truncate_prompt_tokens": Range(-1, INT32),
-    "max_tokens": Range(0, INT32),
-    "max_completion_tokens": Range(0, INT32),
-    "max_output_tokens": Range(1, INT32),
-    "min_tokens": Range(0, INT32),
+    "truncate_prompt_tokens": Range(-1, MAX_INT32),
+    "max_tokens": Range(0, MAX_INT32),
+    "max_completion_tokens": Range(0, MAX_INT32),
+    "max_output_tokens": Range(1, MAX_INT32),
+    "min_tokens": Range(0, MAX_INT32),
     "temperature": Range(0, 2),
     "top_p": Range(0, 1),
-    "top_k": Range(-1, INT32),
+    "top_k": Range(-1, MAX_INT32),
     "min_p": Range(0, 1),
     "presence_penalty": Range(-2, 2),
     "frequency_penalty": Range(-2, 2),
     "repetition_penalty": Range(0.01, 100),
-    "seed": Range(-INT64 - 1, INT64),
-    "priority": Range(-INT32 - 1, INT32),
+    "seed": Range(-MAX_INT64 - 1, MAX_INT64),
+    "priority": Range(-MAX_INT32 - 1, MAX_INT32),
     "timeout": Range(0.001, 86_400),
     "deadline_ms": Range(1, 86_400_000),
     "max_queue_ms": Range(1, 86_400_000),
@@ -56,10 +54,10 @@ RANGES = {
     "X-Max-Queue-Ms": Range(1, 86_400_000),
     "top_logprobs": Range(0, MAX_LOGPROBS),
     "prompt_logprobs": Range(0, MAX_LOGPROBS),
-    "thinking_token_budget": Range(-1, INT32),
-    "max_thinking_tokens": Range(-1, INT32),
-    "reasoning_budget": Range(-1, INT32),
-    "thinking_budget": Range(-1, INT32),
+    "thinking_token_budget": Range(-1, MAX_INT32),
+    "max_thinking_tokens": Range(-1, MAX_INT32),
+    "reasoning_budget": Range(-1, MAX_INT32),
+    "thinking_budget": Range(-1, MAX_INT32),
 }
 
 
@@ -89,13 +87,13 @@ def check_limits(body: GenerationBody) -> None:
         check_within(bias, Range(-MAX_BIAS, MAX_BIAS), param=f"logit_bias.{token_id}")
 
 
-def check_truncation(num_tokens: int | None) -> None:
+def check_truncation(num_tokens: int | None, *, param: str = "truncate_prompt_tokens") -> None:
     """Refuses to keep 0 tokens of a prompt. `RANGES` bounds the number otherwise."""
     if num_tokens == 0:
         raise InvalidRequest(
-            "Invalid 'truncate_prompt_tokens': 0 would leave nothing of the prompt. Expected a "
-            "positive number, or -1 for as many as fit.",
-            param="truncate_prompt_tokens",
+            f"Invalid '{param}': 0 would leave nothing of the prompt. Expected a positive number, "
+            "or -1 for as many as fit.",
+            param=param,
             code="invalid_value",
         )
 
@@ -152,7 +150,7 @@ def prediction_of(body: GenerationBody) -> str:
                 code="invalid_value",
             )
     text = "".join(part.text or "" for part in parts)
-    check_text(text, INT32, param="prediction")
+    check_text(text, MAX_INT32, param="prediction")
     return text
 
 

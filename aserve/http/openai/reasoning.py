@@ -6,14 +6,15 @@ from collections.abc import Mapping
 
 from aserve.errors import InvalidRequest
 from aserve.http.openai.conversation import ReasoningOptions
-from aserve.http.openai.limits import INT32, Range, check_within
+from aserve.http.openai.limits import Range, check_within
 from aserve.http.openai.schema import Effort
+from aserve.messages.base import MAX_INT32
 from aserve.messages.requests import ReasoningParams
 from aserve.parsers.registry import ParserNames
 
 # The names of vLLM, SGLang, llama.cpp and Qwen's API. -1 is no limit, and 0 switches reasoning off.
 BUDGETS = ("thinking_token_budget", "max_thinking_tokens", "reasoning_budget", "thinking_budget")
-RANGE = Range(-1, INT32)
+RANGE = Range(-1, MAX_INT32)
 
 
 def reasoning_budget(fields: Mapping[str, int | None]) -> int | None:

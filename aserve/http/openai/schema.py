@@ -8,10 +8,11 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 
 from aserve.errors import InvalidRequest
+from aserve.messages.base import MAX_INT32
 from aserve.messages.requests import Prompt, TextPrompt, TokenPrompt
 
 # The ids that fit in a message. The tokenizer checks which of them the model has.
-TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=MAX_INT32)]
 
 # Where a prompt is truncated: on the left its end is kept, which is the default.
 Side: TypeAlias = Literal["left", "right"]

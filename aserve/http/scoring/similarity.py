@@ -18,6 +18,7 @@ from aserve.http.openai.limits import (
     Range,
     check_length,
     check_range,
+    check_truncation,
     check_within,
 )
 from aserve.http.openai.schema import EmbeddingBody, Side
@@ -91,6 +92,7 @@ async def rerank(
         check_within(
             body.max_tokens_per_doc, RANGES["truncate_prompt_tokens"], param="max_tokens_per_doc"
         )
+    check_truncation(body.max_tokens_per_doc, param="max_tokens_per_doc")
     texts = [each if isinstance(each, str) else each.text for each in body.documents]
     if not texts:
         raise _empty("documents")
@@ -196,6 +198,7 @@ def _check_numbers(body: RerankBody | ScoreBody) -> None:
         value = getattr(body, name)
         if value is not None:
             check_range(value, name)
+    check_truncation(body.truncate_prompt_tokens)
 
 
 def _list_of(texts: str | list[str] | None, name: str) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 
 from aserve.gpu.attention.chunked_prefill import SDPA_TILES, choose_chunked_prefill, compiled_chunks
 from aserve.gpu.attention.cpu import PagedCpu
-from aserve.gpu.device.cpu.weights import has_chunk_attention, read_isa
+from aserve.gpu.device.cpu.isa import has_chunk_attention, read_isa
 from aserve.gpu.kv.layer_groups import AttentionInputs
 from aserve.gpu.layers.rope import RopeInputs
 from aserve.gpu.step.forward_batch import ForwardBatch

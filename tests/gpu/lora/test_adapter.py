@@ -32,6 +32,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "init_lora_weights": {"init_lora_weights": "pissa_niter_4"},
     "regular expression": {"rank_pattern": {"model.layers.[01].*": 4}},
     "its rank is 4": {"r": 4},
+    "its rank is 8.5": {"rank_pattern": {"q_proj": 8.5}},
     "--max-lora-rank 16": {"r": 17},
     "lora_alpha": {"lora_alpha": "x"},
 }
@@ -45,6 +46,12 @@ TENSORS: dict[str, Callable[[dict[str, Tensor]], None]] = {
         }
     ),
     "for a weight of 256 x 64": lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(8, 64)}),
+    "q_proj has weights of a type that is not read: int8": lambda t: t.update(
+        {f"{Q}.lora_A.weight": torch.ones(8, 128, dtype=torch.int8)}
+    ),
+    "q_proj has weights of a type that is not read: float8_e4m3fn": lambda t: t.update(
+        {f"{Q}.lora_B.weight": torch.ones(256, 8).to(torch.float8_e4m3fn)}
+    ),
     "not finite": lambda t: t.update({f"{Q}.lora_A.weight": torch.full((8, 128), torch.inf)}),
 }
 

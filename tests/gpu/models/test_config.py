@@ -155,6 +155,17 @@ def test_what_is_absent_has_the_families_defaults() -> None:
             {"rope_scaling": {"type": "longrope", "short_factor": [1, 2]}},
             "short_factor is [1, 2]; expected a list of 4 positive numbers",
         ),
+        (
+            {"rope_scaling": LONGROPE | {"factor": 2}, "original_max_position_embeddings": 1},
+            "original_max_position_embeddings is 1; expected an integer of at least 2",
+        ),
+        *(
+            (
+                {"rope_scaling": {**LLAMA3, "type": kind, "factor": 1e306}},
+                "rope_scaling: factor is 1e+306; expected at most 2147483647",
+            )
+            for kind in ("linear", "dynamic", "yarn", "llama3")
+        ),
     ],
 )
 def test_a_wrong_field_is_named_with_its_value(changes: dict[str, Any], complaint: str) -> None:

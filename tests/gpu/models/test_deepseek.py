@@ -179,6 +179,7 @@ def test_the_cache_holds_one_latent_for_a_token_in_each_layer() -> None:
     [
         ({"norm_topk_prob": True}, "norm_topk_prob is True; expected false"),
         ({"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'; expected greedy or"),
+        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim is 63; expected an even number"),
         ({"moe_layer_freq": 2}, "moe_layer_freq is 2; expected 1"),
         ({"q_lora_rank": None}, "q_lora_rank is missing; expected a number: the indexer"),
         ({"index_head_dim": 32}, "index_head_dim is 32; expected at least qk_rope_head_dim"),

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from aserve.gpu.device.cpu.isa import has_tiles, read_isa
 from aserve.gpu.device.cpu.kernel_linear import TiledExperts
-from aserve.gpu.device.cpu.weights import choose_cpu_format, has_tiles, read_isa
+from aserve.gpu.device.cpu.weights import choose_cpu_format
 from aserve.gpu.device.cuda.ops import GroupedKernel, prepare_grouped
 from aserve.gpu.layers.grouped_linear import Groups, linear_per_expert
 from aserve.gpu.layers.linear import prepare

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from aserve.errors import ConfigError
-from aserve.gpu.device.cpu.weights import choose_cpu_format, read_isa
+from aserve.gpu.device.cpu.isa import read_isa
+from aserve.gpu.device.cpu.weights import choose_cpu_format
 from aserve.gpu.weights.checkpoint import Checkpoint
 from aserve.gpu.weights.format import WeightRequest
 from aserve.gpu.weights.int4 import Method

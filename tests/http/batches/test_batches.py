@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import itertools
 import json
@@ -279,10 +280,19 @@ async def test_a_batch_ends_once_the_disk_has_room(
         assert contents == {batch.input_file_id, batch.output_file_id}
 
 
+def sqlite_full() -> sqlite3.OperationalError:
+    """Returns the error of a database that may not grow."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as base:
+        base.execute("PRAGMA max_page_count = 1")
+        with pytest.raises(sqlite3.OperationalError) as refused:
+            base.execute("CREATE TABLE numbers (number INTEGER)")
+    return refused.value
+
+
 def fail_after_first(add: Callable[..., None]) -> Callable[..., None]:
     def add_or_fail(store: Store, batch_id: str, line: int, *result: Any) -> None:
         if line:
-            raise sqlite3.OperationalError("database or disk is full")
+            raise sqlite_full()
         add(store, batch_id, line, *result)
 
     return add_or_fail
@@ -465,7 +475,7 @@ async def test_what_sqlite_cannot_write_on_a_full_disk_is_refused_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     def full(*_: object) -> None:
-        raise sqlite3.OperationalError("database or disk is full")
+        raise sqlite_full()
 
     async with EchoEngine(files_dir=str(tmp_path)) as echo:
         client = echo.client.with_options(max_retries=0)

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.device.base import Captured, Event, GraphBreak
+from aserve.gpu.device.cpu.isa import KERNEL_DTYPES, read_isa
 from aserve.gpu.device.cpu.kernels import compile_kernels_of
 from aserve.gpu.device.cpu.linear import PER_TOKEN, lora_per_token
-from aserve.gpu.device.cpu.weights import KERNEL_DTYPES, choose_cpu_format, read_isa
+from aserve.gpu.device.cpu.weights import choose_cpu_format
 from aserve.gpu.device.ops import TORCH_OPS, DeviceOps
 from aserve.gpu.weights.format import WeightFormat, WeightRequest
-from aserve.host.environment import keep_freed_memory
 from aserve.host.limits import available_memory_bytes
+from aserve.host.memory import keep_freed_memory
 
 LOGITS_ELEMENTS = 1 << 24  # 64 MB in float32
 KV_PART = 4  # the KV cache takes at most 1 / KV_PART of the free memory

@@ -37,7 +37,7 @@ from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.gpu.step.plan import LogitsPlan, StepPlan, are_among
 from aserve.gpu.step.resolve import DeviceState
 from aserve.gpu.step.results import Layout, Packed
-from aserve.messages.requests import stamp_of
+from aserve.messages.step import stamp_of
 from aserve_kernels.cpu.bf16 import as_tensor
 from aserve_kernels.cpu.decoder_forward import (
     StepRows,

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aserve.gpu.device.cpu.weights import (
+from aserve.gpu.device.cpu.isa import (
     KERNEL_DTYPES,
     CpuIsa,
+    chunk_kv_dtype,
     has_chunk_attention,
     has_tiles,
     read_isa,
@@ -73,7 +74,7 @@ def _kernels_of_tiles(dtype: torch.dtype, isa: CpuIsa, *, num_threads: int) -> l
     num = _team_of_tiles(dtype, isa, num_threads)
     if _is_widened(dtype, isa, num_threads):
         linears = _variants(["packed_bf16_linear"], dtype, num_threads=num)
-        return linears + _kernels_of_kv(dtype, torch.bfloat16, isa, num_threads=num)
+        return linears + kernels_of_kv(dtype, torch.bfloat16, isa, num_threads=num)
     variants = _variants(["packed_linear"], dtype, num_threads=num)
     return variants + _variants(["decoder_layers", "decoder_forward"], dtype)
 
@@ -130,16 +131,15 @@ def compile_kernels_of(dtype: torch.dtype, *, num_threads: int) -> None:
 def compile_kernels_for_kv(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     """Does the same for what a model of this dtype runs beside KV of another dtype: fp8, which no
     build ahead of time has, or bfloat16."""
-    _try_compile(_kernels_of_kv(dtype, kv_dtype, read_isa(), num_threads=torch.get_num_threads()))
+    _try_compile(kernels_of_kv(dtype, kv_dtype, read_isa(), num_threads=torch.get_num_threads()))
 
 
-def _kernels_of_kv(
+def kernels_of_kv(
     dtype: torch.dtype, kv_dtype: torch.dtype, isa: CpuIsa, *, num_threads: int
 ) -> list[KernelVariant]:
     suffix, most = "fp8" if kv_dtype == FP8 else dtype_name(kv_dtype), min(num_threads, 2)
     variants = _variants([f"paged_attention_{suffix}"], dtype, num_threads=most)
-    # Many queries of bfloat16 see copies in bfloat16 where pairs of these are multiplied fast.
-    if dtype == torch.float32 and has_chunk_attention(dtype, isa):
+    if chunk_kv_dtype(dtype, kv_dtype, isa) == kv_dtype:
         variants += _variants([f"chunk_attention_{suffix}"], dtype, num_threads=most)
     if has_tiles(dtype, isa):
         variants += _variants([f"decoder_layers_{suffix}", "decoder_forward"], dtype)

@@ -1,19 +1,21 @@
 """Chooses the format of a model's weights on the CPU from the processor's instructions (`CpuIsa`),
 the model's size and the user's options.
-
-An instruction set counts only where the libraries use it. So a cap on their instructions, with
-which the tests imitate another machine, counts as a processor without them.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from aserve.errors import ConfigError
+from aserve.gpu.device.cpu.isa import (
+    KERNEL_DTYPES,
+    CpuIsa,
+    has_large_tiles,
+    has_tiles,
+    widens_tiles,
+)
 from aserve.gpu.device.cpu.linear import (
     linear_per_expert,
     per_token,
@@ -23,48 +25,6 @@ from aserve.gpu.device.cpu.linear import (
 from aserve.gpu.layers.linear import prepare
 from aserve.gpu.weights.format import WeightFormat, WeightRequest, dtype_name
 from aserve.gpu.weights.int4 import BITS, INT4
-
-AMX, AVX512_BF16 = "AMX", "AVX512-bf16"
-KERNEL_DTYPES = (torch.float32, torch.bfloat16)  # that kernels/aserve_kernels/cpu are made for
-
-
-@dataclass(frozen=True, slots=True)
-class CpuIsa:
-    """The instruction sets and libraries that decide about weights."""
-
-    bf16_products: (
-        str | None
-    )  # name of the instructions for bfloat16 products; None: there are none
-    has_onednn: bool
-    has_fbgemm: bool
-    has_numba: bool
-    has_avx2: bool  # or more, for which aserve's own products are written
-    has_avx512: bool
-
-
-def read_isa() -> CpuIsa:
-    """torch is capped by ATEN_CPU_CAPABILITY, oneDNN by ONEDNN_MAX_CPU_ISA."""
-    capabilities, used = torch.cpu.get_capabilities(), torch.backends.cpu.get_cpu_capability()
-    has_onednn = torch.backends.mkldnn.is_available()
-    return CpuIsa(
-        bf16_products=_bf16_products(capabilities) if has_onednn else None,
-        has_onednn=has_onednn,
-        has_fbgemm="fbgemm" in torch.backends.quantized.supported_engines
-        and bool(capabilities.get("avx2")),
-        has_numba=importlib.util.find_spec("numba") is not None,
-        has_avx2=bool(capabilities.get("avx2")) and used in ("AVX2", "AVX512"),
-        has_avx512=bool(capabilities.get("avx512_f")) and used == "AVX512",
-    )
-
-
-def _bf16_products(capabilities: Mapping[str, object]) -> str | None:
-    """PERF: without such instructions the linears of 2,048 tokens took 100 s in bfloat16, and 12 in
-    float32 (Qwen3-0.6B's shape)."""
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return None
-    names = {"amx_bf16": AMX, "avx512_bf16": AVX512_BF16}
-    return next((label for name, label in names.items() if capabilities.get(name)), None)
-
 
 # The size of a small model's weights in float32. Its products end before a second thread has begun,
 # and the event loop needs a core as well, so it runs in one thread. Without instructions for
@@ -110,35 +70,6 @@ def _tiled_format(format_: WeightFormat, request: WeightRequest, isa: CpuIsa) ->
     return (
         replace(format_, prepare=prepare_tiled) if has_large_tiles(format_.dtype, isa) else format_
     )
-
-
-def has_large_tiles(dtype: torch.dtype, isa: CpuIsa) -> bool:
-    """Whether models of any size have tiled weights.
-
-    PERF: at 1, 4, 8 and 16 rows, layers of Qwen3-0.6B take 0.61, 0.68, 0.63 and 0.78 of the time.
-    With AMX, oneDNN multiplies many rows faster, and no such machine was there to compare.
-    """
-    return has_tiles(dtype, isa) and dtype == torch.bfloat16 and isa.bf16_products == AVX512_BF16
-
-
-def has_tiles(dtype: torch.dtype, isa: CpuIsa) -> bool:
-    if not (isa.has_numba and isa.has_avx2 and isa.has_onednn):
-        return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and isa.bf16_products is not None)
-
-
-def has_chunk_attention(dtype: torch.dtype, isa: CpuIsa) -> bool:
-    """Whether aserve's own kernel attends many queries of this dtype. Torch's multiplies bfloat16
-    by matrix instructions."""
-    if dtype == torch.bfloat16:
-        return has_tiles(dtype, isa) and isa.bf16_products == AVX512_BF16
-    return dtype == torch.float32 and has_tiles(dtype, isa)
-
-
-def widens_tiles(isa: CpuIsa) -> bool:
-    """Whether float32 models of any size may have tiles of bfloat16, which are widened as they are
-    multiplied."""
-    return isa.bf16_products is None and has_tiles(torch.float32, isa)
 
 
 def _quantized_format(request: WeightRequest, isa: CpuIsa) -> WeightFormat:

@@ -25,7 +25,7 @@ from aserve.gpu.sampling.ops import SHAPED_OPS, SampleOps
 from aserve.gpu.sampling.params import LogitsRows, RowTables
 from aserve.gpu.sampling.plan import SamplePlan
 from aserve.gpu.step.forward_batch import ForwardBatch
-from aserve.gpu.step.future_map import LAST_TOKEN, PLAIN_ROWS, SEQ_LEN, RowOps
+from aserve.gpu.step.future_map import LAST_TOKEN, PLAIN_ROW_OPS, SEQ_LEN, RowOps
 from aserve.gpu.step.plan import StepPlan
 from aserve.gpu.step.resolve import DeviceState, DeviceStep, Resolve, resolve, resolved_batch
 from aserve.gpu.transfer.staging import DeviceArrays
@@ -211,7 +211,7 @@ def triton_resolve(plan: StepPlan, arrays: DeviceArrays, state: DeviceState) -> 
 
 def triton_row_ops(dtype: torch.dtype) -> RowOps:
     """Kernels for the relay's rows. Float64 models exist to be exact, so they run in torch."""
-    return PLAIN_ROWS if dtype == torch.float64 else RowOps(gather_rows, _scatter)
+    return PLAIN_ROW_OPS if dtype == torch.float64 else RowOps(gather_rows, _scatter)
 
 
 def _scatter(

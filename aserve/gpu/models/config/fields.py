@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from typing import NoReturn, TypeVar
 
 from aserve.errors import ConfigError
+from aserve.messages.base import MAX_INT32
 
 T = TypeVar("T")
-
-MAX_INTEGER = (1 << 31) - 1  # no size or id of a model is larger
 
 
 class Fields:
@@ -34,8 +33,8 @@ class Fields:
         value = self._get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             self.refuse(name, expected=f"an integer of at least {minimum}")
-        if value > MAX_INTEGER:
-            self.refuse(name, expected=f"an integer of at most {MAX_INTEGER}")
+        if value > MAX_INT32:
+            self.refuse(name, expected=f"an integer of at most {MAX_INT32}")
         return value
 
     def number(self, name: str, *, default: float | None = None) -> float:
@@ -78,8 +77,8 @@ class Fields:
             self.refuse(name, expected="a list of integers")
         if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
             self.refuse(name, expected="a list of integers")
-        if any(abs(value) > MAX_INTEGER for value in values):
-            self.refuse(name, expected=f"integers of at most {MAX_INTEGER}")
+        if any(abs(value) > MAX_INT32 for value in values):
+            self.refuse(name, expected=f"integers of at most {MAX_INT32}")
         return tuple(values)
 
     def texts(self, name: str, *, length: int | None = None) -> tuple[str, ...]:

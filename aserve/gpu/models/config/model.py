@@ -13,11 +13,12 @@ from pathlib import Path
 from aserve.errors import ConfigError
 from aserve.gpu.layers.mlp import ACTIVATIONS
 from aserve.gpu.layers.rope_scaling import Rope
-from aserve.gpu.models.config.fields import MAX_INTEGER, Fields
+from aserve.gpu.models.config.fields import Fields
 from aserve.gpu.models.config.layer_types import FULL, SLIDING
 from aserve.gpu.models.config.quantization import quantization_of
 from aserve.gpu.models.config.rope import longest_context, parse_rope, rotary_part
 from aserve.json_file import read_json_object
+from aserve.messages.base import MAX_INT32
 
 # Other names of fields, by those that are read here (LongCat's and ModernBERT's configurations have
 # them).
@@ -142,7 +143,7 @@ def _head_dim(fields: Fields, num_heads: int) -> int:
     head_dim = fields.integer("head_dim", default=hidden_size // num_heads)
     if head_dim < 4 or head_dim % 2:
         fields.refuse("head_dim", expected=f"an even number of at least 4, not {head_dim}")
-    if head_dim * num_heads > MAX_INTEGER:
+    if head_dim * num_heads > MAX_INT32:
         fields.refuse("num_attention_heads", expected=f"fewer heads of {head_dim} elements")
     return head_dim
 

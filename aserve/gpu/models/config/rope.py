@@ -20,6 +20,7 @@ from aserve.gpu.layers.rope_scaling import (
 )
 from aserve.gpu.models.config.fields import Fields
 from aserve.gpu.models.config.layer_types import LAYER_KINDS, SLIDING
+from aserve.messages.base import MAX_INT32
 
 SUPPORTED = "default, linear, dynamic, yarn, llama3, longrope"
 DEFAULT_THETA = 10_000.0
@@ -58,9 +59,9 @@ def parse_rope(fields: Fields, kind: str, *, rotary_dim: int, max_position_embed
         case "mrope" if rope.has(SECTIONS):  # Qwen2-VL: see rope_axes
             return DefaultRope(theta)
         case "linear":
-            return LinearRope(theta, rope.number("factor"))
+            return LinearRope(theta, _factor(rope))
         case "dynamic":
-            return DynamicRope(theta, rope.number("factor"), max_position_embeddings)
+            return DynamicRope(theta, _factor(rope), max_position_embeddings)
         case "yarn":
             return _yarn(rope, theta, trained_len, max_position_embeddings=max_position_embeddings)
         case "llama3":
@@ -118,13 +119,22 @@ def _original_len(fields: Fields, rope: Fields, *, default: int) -> int:
     it.
     """
     name = "original_max_position_embeddings"
-    return fields.integer(name, default=rope.integer(name, default=default, minimum=2))
+    in_rope = rope.integer(name, default=default, minimum=2)
+    return fields.integer(name, default=in_rope, minimum=2)
+
+
+def _factor(rope: Fields, *, default: float | None = None) -> float:
+    """Returns by how much the context is longer than that of the training."""
+    factor = rope.number("factor", default=default)
+    if factor > MAX_INT32:
+        rope.refuse("factor", expected=f"at most {MAX_INT32}")
+    return factor
 
 
 def _yarn(rope: Fields, theta: float, trained_len: int, *, max_position_embeddings: int) -> Rope:
     if rope.has("short_factor"):
         rope.refuse("short_factor", expected="none: factors for each frequency are longrope's")
-    factor = rope.number("factor", default=max_position_embeddings / trained_len)
+    factor = _factor(rope, default=max_position_embeddings / trained_len)
     return YarnRope(
         theta,
         factor,
@@ -151,11 +161,11 @@ def _llama3(rope: Fields, theta: float, trained_len: int) -> Rope:
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if high <= low:
         rope.refuse("high_freq_factor", expected=f"more than low_freq_factor, which is {low}")
-    return Llama3Rope(theta, rope.number("factor"), trained_len, low, high)
+    return Llama3Rope(theta, _factor(rope), trained_len, low, high)
 
 
 def _longrope(rope: Fields, theta: float, trained_len: int, *, ratio: float, half: int) -> Rope:
-    factor = rope.number("factor", default=ratio)
+    factor = _factor(rope, default=ratio)
     temperature = 1.0
     if factor > 1:
         temperature = math.sqrt(1 + math.log(factor) / math.log(trained_len))

@@ -209,8 +209,7 @@ def cut_patches(pixels: Tensor, spec: VisionSpec, *, rows: int, columns: int) ->
     """pixels [rows * side, columns * side, channels] -> [patches, values of a patch]."""
     merge, size = spec.merge_size, spec.patch_size
     squares = pixels.view(rows, merge, size, columns, merge, size, CHANNELS)
-    patches = squares.permute(
-        0, 3, 1, 4, 6, 2, 5
-    )  # rows, columns, merge, merge, channels, size, size
+    # [rows, columns, merge, merge, channels, size, size]
+    patches = squares.permute(0, 3, 1, 4, 6, 2, 5)
     framed = patches.unsqueeze(5).expand(*patches.shape[:5], spec.frames, size, size)
     return framed.reshape(rows * columns * merge * merge, -1)

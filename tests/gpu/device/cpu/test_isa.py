@@ -16,7 +16,7 @@ from tests.avx2_machine import AVX2_ONLY
 
 # The words of one line: bfloat16, vectors, and the dtype and bits of weights of a large model.
 PROGRAM = """
-from aserve.gpu.device.cpu.weights import read_isa
+from aserve.gpu.device.cpu.isa import read_isa
 from aserve.gpu.device.cpu.weights import choose_cpu_format
 from aserve.gpu.weights.format import WeightRequest
 isa = read_isa()

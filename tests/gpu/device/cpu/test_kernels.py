@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from aserve.gpu.device.cpu.kernels import all_kernels, compile_kernels_of, kernels_of
-from aserve.gpu.device.cpu.weights import AMX, AVX512_BF16, CpuIsa
+from aserve.gpu.device.cpu.isa import AMX, AVX512_BF16, CpuIsa
+from aserve.gpu.device.cpu.kernels import all_kernels, compile_kernels_of, kernels_of, kernels_of_kv
+from aserve.gpu.kv.store import FP8
 from aserve.tiny import MODEL_DIR
 from aserve_kernels.cpu import build
 
@@ -37,7 +38,8 @@ import torch
 from numba.core.dispatcher import Dispatcher
 from aserve.gpu.build import BuildOptions, build_executor
 from aserve.gpu.device.cpu.kernels import kernels_of
-from aserve.gpu.device.cpu.weights import SMALL_BYTES, choose_cpu_format, read_isa
+from aserve.gpu.device.cpu.isa import read_isa
+from aserve.gpu.device.cpu.weights import SMALL_BYTES, choose_cpu_format
 from aserve.gpu.weights.format import WeightRequest
 from aserve_kernels.cpu.build import COMPILERS
 
@@ -95,6 +97,17 @@ def test_the_kernels_of_a_machine_are_those_of_its_instructions_and_all_that_mod
     on_amx = all_kernels(replace(AVX512, bf16_products=AMX))
     with_own = {variant.dtype for variant in on_amx if variant.kernel == "chunk_attention"}
     assert with_own == {"float32"}
+
+
+@pytest.mark.parametrize("has_fast_pairs", [True, False])
+def test_the_kernel_that_reads_fp8_for_prompts_is_compiled_ahead_where_no_copy_is_read(
+    monkeypatch: pytest.MonkeyPatch, has_fast_pairs: bool
+) -> None:
+    """A start compiled it by itself, on processors that multiply pairs of bfloat16 slowly."""
+    monkeypatch.setattr("aserve_kernels.cpu.tiles.HAS_FAST_PAIRS", has_fast_pairs)
+    variants = kernels_of_kv(torch.bfloat16, FP8, AVX512, num_threads=1)
+    has_it = "chunk_attention_fp8" in {variant.kernel for variant in variants}
+    assert has_it != has_fast_pairs
 
 
 def test_an_engine_starts_although_the_workers_cannot(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from aserve.errors import ConfigError
+from aserve.gpu.device.cpu.isa import CpuIsa, read_isa
 from aserve.gpu.device.cpu.kernel_linear import (
     PREPARE_QUANTIZED,
     QUANTIZATIONS,
@@ -20,9 +21,7 @@ from aserve.gpu.device.cpu.weights import (
     SMALL_BYTES,
     SMALL_MIXED_PREFILL_TOKENS,
     TINY_BYTES,
-    CpuIsa,
     choose_cpu_format,
-    read_isa,
 )
 from aserve.gpu.kv.layer_groups import LayerSpec
 from aserve.gpu.layers.linear import Linear, Prepare, prepare
