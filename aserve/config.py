@@ -1045,6 +1045,11 @@ def resolve(raw: Raw, facts: Facts) -> Resolved:
         dp_size=dp_size,
     )
     _check_data_ranks(resolved)
+    if server.sleep_idle_seconds and resolved.disaggregation.disaggregation_mode == "prefill":
+        raise ConfigError(
+            "--sleep-idle-seconds with --disaggregation-mode prefill: the prompts of other engines "
+            "neither keep it awake nor wake it; leave it out"
+        )
     check_nodes(
         resolved.nodes,
         num_ranks=resolved.num_processes,

@@ -85,6 +85,12 @@ def test_several_frontends_need_a_port_and_an_engine_of_its_own(other: dict[str,
         resolved(sleep_idle_seconds=5, processes="1")
 
 
+def test_a_prefill_engine_that_no_prompt_of_another_engine_would_wake_is_refused() -> None:
+    with pytest.raises(ConfigError, match="neither keep it awake nor wake it"):
+        resolved(sleep_idle_seconds=5, disaggregation_mode="prefill")
+    assert resolved(sleep_idle_seconds=5, disaggregation_mode="null").server.sleep_idle_seconds == 5
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

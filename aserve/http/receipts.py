@@ -17,6 +17,7 @@ from aserve.http.openai.schema import ChatBody, CompletionBody
 from aserve.http.state import HttpContext
 from aserve.messages.base import FinishReason
 from aserve.messages.output import OutputChunk
+from aserve.messages.requests import ChatPrompt
 from aserve.receipts.facts import Facts
 from aserve.receipts.record import Receipt, ReceiptOutput
 
@@ -58,9 +59,27 @@ async def receipt_facts(body: CompletionBody | ChatBody, context: HttpContext) -
             return facts
 
 
-def with_receipt(dialect: Dialect[ChoiceT], facts: Facts | None) -> Dialect[ChoiceT]:
-    """Returns a dialect that adds a receipt, or the same one without facts."""
-    return dialect if facts is None else ReceiptDialect(dialect, facts)
+def with_receipt(
+    dialect: Dialect[ChoiceT], facts: Facts | None, context: HttpContext
+) -> Dialect[ChoiceT]:
+    """Returns a dialect that adds a receipt, or the same one without facts. Raises for tokens that
+    one prefill over the receipt's prompt and outputs cannot draw again.
+    """
+    spec, request = context.state.spec, dialect.call.requests[0]
+    if facts is None or spec is None:
+        return dialect
+    if isinstance(request.prompt, ChatPrompt) and request.prompt.pictures:
+        raise unsupported("receipt", "A receipt has the tokens of a prompt and not its pictures.")
+    if not spec.decode.root_len:
+        raise unsupported("receipt", "A diffusion model does not write its tokens in their order.")
+    is_by_chance = spec.decode.whole_windows and not spec.decode.continues_repeats
+    if is_by_chance and request.sampling.temperature:
+        raise unsupported(
+            "receipt",
+            "With this server's --speculative-verification tokens depend on the drafts: send "
+            "'temperature' 0.",
+        )
+    return ReceiptDialect(dialect, facts)
 
 
 class ReceiptDialect(Generic[ChoiceT]):

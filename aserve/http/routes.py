@@ -33,7 +33,7 @@ async def completions(
 ) -> web.StreamResponse:
     facts = await receipt_facts(body, context)
     dialect = CompletionDialect(completion_call(body, origin_of(request, context)))
-    return await respond(request, context, with_receipt(dialect, facts))
+    return await respond(request, context, with_receipt(dialect, facts, context))
 
 
 async def chat_completions(
@@ -41,7 +41,7 @@ async def chat_completions(
 ) -> web.StreamResponse:
     facts = await receipt_facts(body, context)
     dialect = chat_dialect(body, origin_of(request, context))
-    return await respond(request, context, with_receipt(dialect, facts))
+    return await respond(request, context, with_receipt(dialect, facts, context))
 
 
 ROUTES = (

@@ -44,7 +44,7 @@ async def _chat(context: HttpContext, origin: Origin, data: bytes) -> bytes:
     body.priority = LOWEST_PRIORITY
     facts = await receipt_facts(body, context)
     dialect = chat_dialect(_unstreamed(body), origin)
-    return await _generated(context, with_receipt(dialect, facts))
+    return await _generated(context, with_receipt(dialect, facts, context))
 
 
 async def _completion(context: HttpContext, origin: Origin, data: bytes) -> bytes:
@@ -52,7 +52,7 @@ async def _completion(context: HttpContext, origin: Origin, data: bytes) -> byte
     body.priority = LOWEST_PRIORITY
     facts = await receipt_facts(body, context)
     dialect = CompletionDialect(completion_call(_unstreamed(body), origin))
-    return await _generated(context, with_receipt(dialect, facts))
+    return await _generated(context, with_receipt(dialect, facts, context))
 
 
 async def _embedding(context: HttpContext, origin: Origin, data: bytes) -> bytes:
