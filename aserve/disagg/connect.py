@@ -21,6 +21,7 @@ from aserve.disagg.prefill import KvSender, Peers, WithoutTransfers, listen
 from aserve.disagg.transports import BlockReaders, BlockSenders
 from aserve.errors import UNDECODABLE, ConfigError
 from aserve.host.hub import resolve_model_dir
+from aserve.json_file import read_json_object
 from aserve.messages.executor import EngineSpec, SchedulerEvent
 from aserve.messages.output import DetokenizerEvent
 from aserve.messages.transfers import LayeredKvAccess
@@ -29,6 +30,7 @@ from aserve.options.option import host_and_port
 
 SAMPLE_BYTES = 4096  # of each tensor
 MAX_HEAD_BYTES = 100_000_000  # of a safetensors file, as the library has it
+STRETCHED_ROPES = ("dynamic", "longrope", "su")  # whose frequencies depend on the context
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +82,7 @@ def open_transfers(
             "with recurrent layers"
         )
     access = executor.kv_access()
-    is_dummy = resolved.model.load_format == "dummy"
-    model = fingerprint(
-        resolve_model_dir(resolved.model_source, has_weights=not is_dummy), is_dummy=is_dummy
-    )
+    model = name_of_model(resolved, spec)
     key = options.disaggregation_key or ""
     if mode == "decode":
         addresses = _addresses(options)
@@ -104,17 +103,35 @@ def open_transfers(
     return Transfers(events, WithoutTransfers(text, sender), sender, (sender,))
 
 
-def fingerprint(folder: Path, *, is_dummy: bool = False) -> str:
+def name_of_model(resolved: Resolved, spec: EngineSpec) -> str:
+    """Returns a name that engines share only if their weights give the same KV."""
+    is_dummy = resolved.model.load_format == "dummy"
+    folder = resolve_model_dir(resolved.model_source, has_weights=not is_dummy)
+    digest = fingerprint(folder, max_model_len=spec.max_model_len, is_dummy=is_dummy)
+    return f"{digest} {resolved.model.quantization or ''}".strip()
+
+
+def fingerprint(folder: Path, *, max_model_len: int, is_dummy: bool = False) -> str:
     """Returns a digest of a model's configuration, and of samples of all tensors of its weights. A
     fine-tuned model has the configuration of its base, and may differ from it in few tensors, but
-    all over these.
+    all over these. The context counts where rotary frequencies are chosen by it.
     """
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    config = folder / "config.json"
+    digest = hashlib.sha256(config.read_bytes())
+    if _has_stretched_rope(read_json_object(config)):
+        digest.update(f"{max_model_len}".encode())
     for path in () if is_dummy else sorted(folder.glob("*.safetensors")):
         digest.update(f"{path.name} {path.stat().st_size}".encode())
         for sample in _samples(path):
             digest.update(sample)
     return digest.hexdigest()[:32]
+
+
+def _has_stretched_rope(value: object) -> bool:
+    if not isinstance(value, dict):
+        return False
+    is_one = any(value.get(name) in STRETCHED_ROPES for name in ("rope_type", "type"))
+    return is_one or any(map(_has_stretched_rope, value.values()))
 
 
 class _Tensor(msgspec.Struct):

@@ -12,9 +12,8 @@ from aserve.actors.supervisor import Supervised
 from aserve.cache.page_keys import split_keys
 from aserve.channel import Sink
 from aserve.config import Resolved
-from aserve.disagg.connect import HasKv, Transfers, fingerprint
+from aserve.disagg.connect import HasKv, Transfers, name_of_model
 from aserve.errors import BugError, ConfigError
-from aserve.host.hub import resolve_model_dir
 from aserve.host.limits import available_memory_bytes
 from aserve.messages.changes import Amend
 from aserve.messages.executor import EngineSpec, SchedulerEvent
@@ -111,22 +110,22 @@ def open_tiers(
     access = executor.kv_access()
     layout = PageLayout(access.pool_shapes, page_size=spec.page_size)
     host = HostPages(_max_pages(resolved, spec, layout.page_bytes), page_bytes=layout.page_bytes)
-    files = _files(resolved, access, layout)
+    files = _files(resolved, spec, access, layout)
     tiers = KvTiers(access, layout, host, events=events, report=report, files=files)
     requests = transfers.requests if files is None else Lookups(tiers, transfers.requests)
     return Tiers(requests, KvPort(tiers, transfers.kv), (*transfers.actors, tiers))
 
 
-def _files(resolved: Resolved, access: KvAccess, layout: PageLayout) -> PageFiles | None:
+def _files(
+    resolved: Resolved, spec: EngineSpec, access: KvAccess, layout: PageLayout
+) -> PageFiles | None:
     """Opens the folder of all engines whose KV is the same for the same tokens."""
     place = resolved.kv.hicache_storage
     if place is None:
         return None
-    is_dummy = resolved.model.load_format == "dummy"
-    folder = resolve_model_dir(resolved.model_source, has_weights=not is_dummy)
     same = (
-        *(fingerprint(folder, is_dummy=is_dummy), access.geometry, layout.page_size),
-        *(resolved.model.quantization, resolved.model.dtype, resolved.speculative),
+        *(name_of_model(resolved, spec), access.geometry, layout.page_size),
+        *(resolved.model.dtype, resolved.speculative),
     )
     name = blake2b(repr(same).encode(), digest_size=16).hexdigest()
     logger.info("pages are kept in %s/%s", place, name)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import functools
+import json
 import os
 import re
 import socket
@@ -25,7 +26,7 @@ from aserve.channel import Channel
 from aserve.config import Facts, Raw, resolve
 from aserve.disagg import wire
 from aserve.disagg.arena import NUM_SLOTS
-from aserve.disagg.connect import fingerprint, open_transfers
+from aserve.disagg.connect import fingerprint, name_of_model, open_transfers
 from aserve.disagg.decode import Awaiting, KvReceiver
 from aserve.disagg.prefill import KvSender, Peers, WithoutTransfers, listen
 from aserve.disagg.transports import BlockReaders, BlockSender, BlockSenders
@@ -654,15 +655,40 @@ def test_a_fingerprint_sees_the_configuration_and_each_tensor(tmp_path: Path) ->
             [*tensors.values()][changed][...] = 1
         (tmp_path / "config.json").write_text(config)
         save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-        return fingerprint(tmp_path)
+        return fingerprint(tmp_path, max_model_len=99)
 
     same = write()
     assert write() == same
     others = {write('{"a": 1}'), *(write(changed=i) for i in range(6))}
     assert len(others | {same}) == 8
-    assert fingerprint(tmp_path, is_dummy=True) not in others
+    assert fingerprint(tmp_path, max_model_len=99, is_dummy=True) not in others
     (tmp_path / "other.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
-    assert len(fingerprint(tmp_path)) == len(same)
+    assert len(fingerprint(tmp_path, max_model_len=99)) == len(same)
+
+
+@pytest.mark.parametrize(
+    ("config", "num_names"),
+    [
+        pytest.param({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 2, id="dynamic"),
+        pytest.param({"rope_parameters": {"full": {"rope_type": "longrope"}}}, 2, id="longrope"),
+        pytest.param({"text_config": {"rope_scaling": {"type": "su"}}}, 2, id="nested"),
+        pytest.param({"rope_scaling": {"type": "yarn"}, "x": [{"type": "su"}]}, 1, id="yarn"),
+    ],
+)
+def test_kv_of_frequencies_for_another_context_is_that_of_another_model(
+    tmp_path: Path, config: dict[str, object], num_names: int
+) -> None:
+    """Files of a server with a shorter context gave one with a longer context wrong tokens."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    names = {fingerprint(tmp_path, max_model_len=length) for length in (1024, 4096)}
+    assert len(names) == num_names
+
+
+def test_kv_of_rounded_weights_is_that_of_another_model() -> None:
+    asked: list[dict[str, object]] = [{}, {"quantization": "int8"}, {"quantization": "int4"}]
+    facts = Facts(default_model=str(MODEL_DIR))
+    names = {name_of_model(resolve(Raw(command_line=each), facts), SPEC) for each in asked}
+    assert len(names) == len(asked)
 
 
 OPTIONS: dict[str, object] = {
