@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -26,6 +26,14 @@ Copy: TypeAlias = Callable[[], object]
 Values: TypeAlias = Tensor | np.ndarray[Any, Any]
 
 
+@runtime_checkable
+class HasOwnForm(Protocol):
+    """A layer whose weight has numbers beside its arrays, of which compiled steps have copies."""
+
+    def in_own_form(self, new: Any, /) -> object:
+        """Returns the layer `new` with the numbers of this one. Raises ConfigError."""
+
+
 def copies(old: object, new: object) -> Iterator[Copy]:
     """Yields the copies that give `old` the weights of `new`, which has no adapters. Raises
     ConfigError where the two are not alike, so make a list of them before the first copy."""
@@ -33,6 +41,8 @@ def copies(old: object, new: object) -> Iterator[Copy]:
         old = old.base
     if type(old) is not type(new):
         raise ConfigError(f"{type(old).__name__} cannot take over {type(new).__name__}")
+    if isinstance(old, HasOwnForm):
+        new = old.in_own_form(new)
     for name in attributes_of(old):
         yield from _copies_of(getattr(old, name), getattr(new, name), partial(setattr, old, name))
 
@@ -53,9 +63,12 @@ def _copies_of(old: object, new: object, rebind: Callable[[object], None]) -> It
     elif isinstance(old, tuple) and isinstance(new, tuple):
         for each, other in zip(old, new, strict=True):
             yield from _copies_of(each, other, rebind)
+    elif isinstance(old, list) and isinstance(new, list):
+        for index, (each, other) in enumerate(zip(old, new, strict=True)):
+            yield from _copies_of(each, other, partial(old.__setitem__, index))
     elif isinstance(old, dict) and isinstance(new, dict):
         for key, value in old.items():
-            yield from _copies_of(value, new[key], rebind)
+            yield from _copies_of(value, new[key], partial(old.__setitem__, key))
     elif may_hold_weights(old):
         yield from copies(old, new)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -33,6 +34,12 @@ LINEARS: tuple[Callable[[Tensor, Tensor], LinearOp], ...] = (
     partial(QuantLinear.rounded, bits=4),
     lambda weight, bias: PerToken(Linear(weight, bias)),
 )
+
+
+@dataclass
+class Holder:
+    layers: list[Linear]
+    tables: dict[str, Tensor]
 
 
 def drawn(seed: int, *shape: int) -> Tensor:
@@ -81,6 +88,38 @@ def test_a_norm_that_is_a_kernel_with_its_weight_takes_over_the_other_one() -> N
     assert old.keywords["weight"] is weight
     assert torch.equal(old(drawn(3, 4, 8)), expected)
     assert hashes_of(old) == hashes_of(new)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("scale", [1e-3, 0.4, 9.0])
+def test_rounded_weights_of_another_size_are_those_of_the_other_layer(
+    bits: int, scale: float
+) -> None:
+    """The unit of the scales stayed the old one, so products were wrong by a power of two."""
+    old, new = (
+        QuantLinear.rounded(drawn(seed, 32, 64) * size, None, bits=bits)
+        for seed, size in ((1, 1.0), (1, scale))
+    )
+    x, unit = drawn(3, 16, 64), old.weight.unit
+    for copy in list(copies(old, new)):
+        copy()
+    assert torch.equal(old(x), new(x))
+    assert old.weight.unit == unit, "compiled steps have it as a number"
+
+
+def test_rounded_weights_too_large_for_the_unit_are_refused() -> None:
+    old, new = (QuantLinear.rounded(drawn(1, 32, 64) * size, None) for size in (1.0, 99.0))
+    with pytest.raises(ConfigError, match="more than 16 times as large"):
+        list(copies(old, new))
+
+
+def test_layers_in_lists_and_dictionaries_are_taken_over() -> None:
+    """The tables of n-gram embeddings are a list. They stayed those of the old model."""
+    old, new = (Holder([Linear(drawn(n, 2, 4))], {"a": drawn(n, 3)}) for n in (1, 2))
+    for copy in list(copies(old, new)):
+        copy()
+    assert torch.equal(old.layers[0].weight, new.layers[0].weight)
+    assert torch.equal(old.tables["a"], new.tables["a"])
 
 
 @pytest.mark.parametrize("other", [Linear(drawn(1, 3, 4)), Linear(drawn(1, 2, 4).double())])

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from aserve.errors import ConfigError
 from aserve.gpu.device.cpu.linear import linear_per_expert, prepare_packed
 from aserve.gpu.layers.grouped_linear import GroupedLinearOp, Groups
 from aserve.gpu.layers.linear import Linear, LinearOp, Prepare
@@ -28,6 +29,8 @@ from aserve_kernels.cpu.gemm import (
 from aserve_kernels.cpu.quant_codes import QuantWeight, pack_quantized
 from aserve_kernels.cpu.quant_linear import compile_quant_linear, quant_linear
 from aserve_kernels.cpu.simd import LANES
+
+GROWTH = 16  # of factors, for which new weights have room
 
 
 class TiledLinear:
@@ -120,12 +123,31 @@ class QuantLinear:
         cls, weight: Tensor, bias: Tensor | None, *, bits: int = 8, num_workers: int = 1
     ) -> QuantLinear:
         """weight [out, in], of any floating dtype; bias [out], in the model's dtype."""
-        coded = rounded(weight, bits)
-        packed = pack_quantized(coded.codes, coded.scales, coded.offsets, bias, bits=bits)
-        return cls(packed, num_workers=num_workers)
+        return cls(_packed(rounded(weight, bits), bias, bits=bits), num_workers=num_workers)
 
     def __call__(self, x: Tensor, /) -> Tensor:
         return quant_linear(x, self.weight, num_workers=self.num_workers)
+
+    def in_own_form(self, new: QuantLinear, /) -> QuantLinear:
+        return QuantLinear(_in_unit(new.weight, self.weight.unit), num_workers=new.num_workers)
+
+
+def _packed(stored: CodedWeight, bias: Tensor | None, *, bits: int) -> QuantWeight:
+    """Packs a weight, and leaves its factors room to grow in their unit."""
+    packed = pack_quantized(stored.codes, stored.scales, stored.offsets, bias, bits=bits)
+    return _in_unit(packed, np.float32(packed.unit * GROWTH))
+
+
+def _in_unit(weight: QuantWeight, unit: np.float32) -> QuantWeight:
+    """Returns the weight with factors in this unit, which shifts their exponents. Only factors
+    below 2^-24 of the largest one lose bits. Raises ConfigError."""
+    factors = weight.factors.view(np.float16).astype(np.float32) * (weight.unit / unit)
+    if np.abs(factors).max(initial=0) > np.finfo(np.float16).max:
+        raise ConfigError(
+            f"the scales of a layer with {weight.bits} bits are more than {GROWTH} times as large "
+            "as those of the running model: start the server with this checkpoint instead"
+        )
+    return weight._replace(factors=factors.astype(np.float16).view(np.uint16), unit=unit)
 
 
 def prepare_quantized(bits: int) -> Prepare:
@@ -149,8 +171,7 @@ def with_codes(others: Prepare) -> Prepare:
             return others(linear, device, dtype=dtype)
         num_workers = torch.get_num_threads()
         compile_quant_linear(dtype, num_workers, bits=BITS)
-        packed = pack_quantized(coded.codes, coded.scales, coded.offsets, linear.bias, bits=BITS)
-        return QuantLinear(packed, num_workers=num_workers)
+        return QuantLinear(_packed(coded, linear.bias, bits=BITS), num_workers=num_workers)
 
     return prepare
 
