@@ -48,7 +48,7 @@ CODES = {
     404: "unknown_url",
     405: "method_not_allowed",
     408: "request_timeout",
-    409: "version_conflict",
+    409: "conflict",
     410: "events_gone",
     413: "request_too_large",
     415: "unsupported_media_type",

@@ -16,8 +16,8 @@ from typing import Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from aserve.errors import EngineDead
-from aserve.http.errors import refused
+from aserve.errors import EngineDead, ErrorInfo
+from aserve.http.errors import RequestFailed
 from aserve.http.openai.limits import Range, check_within
 from aserve.messages.base import MAX_INT32
 from aserve.messages.changes import ChangeSettings
@@ -90,11 +90,12 @@ class LiveSettings:
         now, engine = self.now, self._engine
         assert engine is not None
         if body.version not in (None, now.version):
-            raise refused(
-                409,
+            reason = (
                 f"The settings have version {now.version}, but the change is for version "
-                f"{body.version}. Read them again.",
+                f"{body.version}. Read them again."
             )
+            kind, code = "invalid_request_error", "version_conflict"
+            raise RequestFailed(ErrorInfo(reason, kind, code, 409))
         given = msgspec.structs.asdict(body) | {"version": now.version + 1}
         new = msgspec.structs.replace(
             now, **{name: value for name, value in given.items() if value is not UNSET}

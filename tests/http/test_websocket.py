@@ -484,7 +484,7 @@ async def test_a_fork_of_a_call_with_several_prompts_is_refused(
     await num_admitted(echo, 2)
     await socket.send_json({"type": "response.fork", "response_id": "mine", "token": 0})
     error = await event_of(socket)
-    assert (error["status"], error["error"]["code"]) == (409, "version_conflict")
+    assert (error["status"], error["error"]["code"]) == (409, "conflict")
     echo.scheduler.is_paused = False
     echo.scheduler.resume()
     assert (await call).status == 200
