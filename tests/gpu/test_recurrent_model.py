@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from aserve.errors import ConfigError
@@ -17,13 +18,14 @@ from aserve.gpu.attention.recurrent import RecurrentBackend
 from aserve.gpu.build import BuildOptions, build_executor, build_on
 from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.models.base import CausalModel
+from aserve.gpu.replace_weights import copies
 from aserve.gpu.spec.request import SpecOptions
 from aserve.messages.base import array_i32
 from aserve.messages.requests import AdmitRequest, ReasoningIds
 from tests.fakes.graph_device import GraphDevice
 from tests.gpu.drive import captured, request, serve
 from tests.load_model import load_model
-from tests.parity.dense_attend import DenseAttend
+from tests.parity.dense_attend import DenseAttend, logits_of
 from tests.parity.references import VOCAB_SIZE, make_reference
 
 pytestmark = pytest.mark.slow
@@ -178,6 +180,22 @@ def test_captured_steps_advance_the_states_as_eager_ones_do(
     served = serve(captured(build_on(device, build)), asks(), chaos=3)
     assert served.outputs == expected
     assert device.num_replays > 10
+
+
+@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3-next"])
+def test_new_weights_replace_those_of_recurrent_layers(kind: str, tmp_path: Path) -> None:
+    reference = make_reference(kind, tmp_path)
+    file = tmp_path / "model.safetensors"
+    old = load_model(tmp_path)
+    before = logits_of(old, reference.prompt)
+    weights = {name: 0.9 * weight for name, weight in load_file(file).items()}
+    save_file({**load_file(file), **{n: w for n, w in weights.items() if "linear_attn" in n}}, file)
+    new = load_model(tmp_path)
+    for copy in list(copies(old, new)):
+        copy()
+    after = logits_of(old, reference.prompt)
+    assert torch.equal(after, logits_of(new, reference.prompt))
+    assert not torch.allclose(after, before, atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,11 @@ from torch.nn import functional
 
 from aserve.errors import BugError
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
+from aserve.gpu.layers.linear import LinearOp
 from aserve.gpu.models.base import Attend, CausalModel
 from aserve.gpu.models.config.fields import Fields
 from aserve.gpu.models.decoder_spec import DecoderSpec
-from aserve.gpu.weights.source import WeightSource, wide_dtype
+from aserve.gpu.weights.source import WeightSource
 from aserve_kernels.delta_rule import DeltaTokens
 
 
@@ -72,12 +73,6 @@ class RecurrentSpec(msgspec.Struct, frozen=True):
 
     index: int
     shape: DeltaShape
-
-    def state_bytes(self, dtype: torch.dtype) -> int:
-        """Returns the size of one row's state."""
-        shape, wide = self.shape, wide_dtype(dtype)
-        matrices = shape.value_size * shape.linear_key_head_dim * wide.itemsize
-        return matrices + (shape.linear_conv_kernel_dim - 1) * shape.num_channels * dtype.itemsize
 
 
 @runtime_checkable
@@ -162,49 +157,68 @@ class GatedDeltaNet:
         return self.out((normed * gate).to(x.dtype).flatten(1))
 
 
-def joined_projection(
-    prefix: str, shape: DeltaShape, weights: WeightSource, /, *, hidden_size: int
-) -> Callable[[Tensor], Projected]:
+@dataclass(frozen=True, slots=True)
+class JoinedProjection:
     """The projections of Qwen3.5: q, k and v one after the other, and three more."""
-    num_heads = shape.linear_num_value_heads
-    parts = {"in_proj_qkv": shape.num_channels, "in_proj_z": shape.value_size}
-    wide = weights.linear(
-        {f"{prefix}.{name}": size for name, size in parts.items()},
-        in_features=hidden_size,
-        bias=False,
-    )
-    names = (f"{prefix}.in_proj_b", f"{prefix}.in_proj_a")
-    narrow = weights.linear(dict.fromkeys(names, num_heads), in_features=hidden_size, bias=False)
 
-    def project(x: Tensor) -> Projected:
-        channels, z = wide(x).split((shape.num_channels, shape.value_size), dim=-1)
-        b, a = narrow(x).chunk(2, dim=-1)
-        return Projected(channels, z.unflatten(-1, (num_heads, -1)), b, a)
+    shape: DeltaShape
+    wide: LinearOp  # q, k, v and z
+    narrow: LinearOp  # b and a
 
-    return project
-
-
-def grouped_projection(
-    prefix: str, shape: DeltaShape, weights: WeightSource, /, *, hidden_size: int
-) -> Callable[[Tensor], Projected]:
-    """The projections of Qwen3-Next: each key head with the value heads that it serves."""
-    num_groups, num_heads = shape.linear_num_key_heads, shape.linear_num_value_heads
-    value_size = shape.value_size // num_groups
-    sizes = (2 * shape.linear_key_head_dim, value_size, value_size)
-    wide = weights.linear(
-        {f"{prefix}.in_proj_qkvz": num_groups * sum(sizes)}, in_features=hidden_size, bias=False
-    )
-    narrow = weights.linear(
-        {f"{prefix}.in_proj_ba": 2 * num_heads}, in_features=hidden_size, bias=False
-    )
-
-    def project(x: Tensor) -> Projected:
-        qk, v, z = wide(x).unflatten(-1, (num_groups, -1)).split(sizes, dim=-1)
-        q, k = qk.chunk(2, dim=-1)
-        b, a = narrow(x).unflatten(-1, (num_groups, -1)).chunk(2, dim=-1)
-        channels = torch.cat([part.flatten(1) for part in (q, k, v)], dim=-1)
-        return Projected(
-            channels, z.flatten(1).unflatten(-1, (num_heads, -1)), b.flatten(1), a.flatten(1)
+    @classmethod
+    def of(
+        cls, prefix: str, shape: DeltaShape, weights: WeightSource, /, *, hidden_size: int
+    ) -> JoinedProjection:
+        num_heads = shape.linear_num_value_heads
+        wide = {"in_proj_qkv": shape.num_channels, "in_proj_z": shape.value_size}
+        narrow = {"in_proj_b": num_heads, "in_proj_a": num_heads}
+        linears = (
+            weights.linear(
+                {f"{prefix}.{name}": size for name, size in parts.items()},
+                in_features=hidden_size,
+                bias=False,
+            )
+            for parts in (wide, narrow)
         )
+        return cls(shape, *linears)
 
-    return project
+    def __call__(self, x: Tensor) -> Projected:
+        shape = self.shape
+        channels, z = self.wide(x).split((shape.num_channels, shape.value_size), dim=-1)
+        b, a = self.narrow(x).chunk(2, dim=-1)
+        return Projected(channels, z.unflatten(-1, (shape.linear_num_value_heads, -1)), b, a)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedProjection:
+    """The projections of Qwen3-Next: each key head with the value heads that it serves."""
+
+    shape: DeltaShape
+    wide: LinearOp  # q, k, v and z
+    narrow: LinearOp  # b and a
+
+    @classmethod
+    def of(
+        cls, prefix: str, shape: DeltaShape, weights: WeightSource, /, *, hidden_size: int
+    ) -> GroupedProjection:
+        parts = {
+            "in_proj_qkvz": shape.num_channels + shape.value_size,
+            "in_proj_ba": 2 * shape.linear_num_value_heads,
+        }
+        linears = (
+            weights.linear({f"{prefix}.{name}": size}, in_features=hidden_size, bias=False)
+            for name, size in parts.items()
+        )
+        return cls(shape, *linears)
+
+    def __call__(self, x: Tensor) -> Projected:
+        shape = self.shape
+        num_groups = shape.linear_num_key_heads
+        value_size = shape.value_size // num_groups
+        sizes = (2 * shape.linear_key_head_dim, value_size, value_size)
+        qk, v, z = self.wide(x).unflatten(-1, (num_groups, -1)).split(sizes, dim=-1)
+        q, k = qk.chunk(2, dim=-1)
+        b, a = self.narrow(x).unflatten(-1, (num_groups, -1)).chunk(2, dim=-1)
+        z = z.flatten(1).unflatten(-1, (shape.linear_num_value_heads, -1))
+        channels = torch.cat([part.flatten(1) for part in (q, k, v)], dim=-1)
+        return Projected(channels, z, b.flatten(1), a.flatten(1))

@@ -24,9 +24,9 @@ from aserve.gpu.models.gated_attention import GatedAttention
 from aserve.gpu.models.gated_delta import (
     DeltaShape,
     GatedDeltaNet,
+    GroupedProjection,
+    JoinedProjection,
     MakeProjection,
-    grouped_projection,
-    joined_projection,
 )
 
 LINEAR = "linear_attention"
@@ -55,11 +55,11 @@ MOE_DEFAULTS = {**NEXT_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8}
 
 def qwen3_next(config: ModelConfig) -> DecoderSpec:
     mlps = sparse_mlps(config, shared_experts(config))
-    return msgspec.structs.replace(_hybrid(config, grouped_projection), mlps=mlps)
+    return msgspec.structs.replace(_hybrid(config, GroupedProjection.of), mlps=mlps)
 
 
 def qwen3_5(config: ModelConfig) -> DecoderSpec:
-    return _hybrid(config, joined_projection)
+    return _hybrid(config, JoinedProjection.of)
 
 
 def qwen3_5_moe(config: ModelConfig) -> DecoderSpec:
