@@ -107,13 +107,14 @@ def build_kernels(
     on_progress: Callable[[int, int], None],
 ) -> None:
     """Compiles `variants` and marks them as done. `on_progress(done, total)` may be called from any
-    thread. Raises KernelBuildError.
+    thread. Raises KernelBuildError. Whatever it raises, as at Ctrl-C, no worker goes on.
     """
     order = list(COMPILERS)
     by_kernel = sorted(variants, key=lambda variant: order.index(variant.kernel))
     tasks: Tasks = deque(
         list(group) for _, group in groupby(by_kernel, key=lambda variant: variant.kernel)
     )
+    processes: list[subprocess.Popen[str]] = []
     lock = threading.Lock()
     num_done = 0
 
@@ -126,12 +127,22 @@ def build_kernels(
     on_progress(0, len(variants))
     num_workers = min(num_processes, len(tasks))
     with ThreadPoolExecutor(max(1, num_workers)) as pool:
-        workers = [pool.submit(_run_worker, tasks, count) for _ in range(num_workers)]
-        for worker in workers:
-            worker.result()
+        try:
+            workers = [
+                pool.submit(_run_worker, tasks, count, processes) for _ in range(num_workers)
+            ]
+            for worker in workers:
+                worker.result()
+        except BaseException:
+            tasks.clear()
+            for process in processes:
+                process.kill()
+            raise
 
 
-def _run_worker(tasks: Tasks, count: Callable[[], None]) -> None:
+def _run_worker(
+    tasks: Tasks, count: Callable[[], None], processes: list[subprocess.Popen[str]]
+) -> None:
     """Gives one worker process task after task, and blocks until none is left."""
     process = subprocess.Popen(
         [sys.executable, "-m", "aserve_kernels.cpu.build"],
@@ -139,7 +150,9 @@ def _run_worker(tasks: Tasks, count: Callable[[], None]) -> None:
         stdout=subprocess.PIPE,
         cwd=Path(__file__).parents[2],  # the package need not be installed
         text=True,
+        process_group=0,  # Ctrl-C in a terminal is for this process, which ends the workers
     )
+    processes.append(process)
     assert process.stdin is not None
     assert process.stdout is not None
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,29 @@ def test_built_kernels_are_loaded_and_another_processor_builds_its_own(tmp_path:
     missing, log = ran(START + USE, tmp_path, NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="")
     assert missing == "2"
     assert "compiling a kernel" in log
+
+
+def test_ctrl_c_ends_the_workers_and_is_not_theirs(tmp_path: Path) -> None:
+    """They stand in for workers that compile for a minute, and do not look at their stdin."""
+    fifo, worker = tmp_path / "fifo", tmp_path / "worker"
+    os.mkfifo(fifo)
+    worker.write_text(f"#!/bin/sh\nread variants\necho $$ > {fifo}\nexec sleep 60\n")
+    worker.chmod(0o755)
+    program = START + BUILD.replace("seen = []", f"seen = []\nsys.executable = {str(worker)!r}")
+    given = {**os.environ, "PYTHONPATH": ":".join(sys.path), "NUMBA_CACHE_DIR": str(tmp_path)}
+    build = subprocess.Popen(
+        [sys.executable, "-c", f"import sys{program}"],
+        env=given,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with os.fdopen(os.open(fifo, os.O_RDWR)) as started:
+        workers = [int(started.readline()) for _ in VARIANTS]
+    assert os.getpgid(build.pid) not in [os.getpgid(pid) for pid in workers]
+    build.send_signal(signal.SIGINT)
+    _, log = build.communicate(timeout=30)
+    assert log.strip().endswith("KeyboardInterrupt")
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
 
 
 def test_a_worker_that_ends_early_is_an_error_and_ends_the_build(
