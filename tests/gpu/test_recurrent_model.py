@@ -4,6 +4,7 @@ and begun anew, each row's state is that of its own tokens alone.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,16 @@ from torch import Tensor
 from aserve.errors import ConfigError
 from aserve.gpu.attention.recurrent import RecurrentBackend
 from aserve.gpu.build import BuildOptions, build_executor, build_on
+from aserve.gpu.device.cpu.device import CpuDevice
+from aserve.gpu.device.ops import DeviceOps
 from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.models.base import CausalModel
 from aserve.gpu.replace_weights import copies
 from aserve.gpu.spec.request import SpecOptions
 from aserve.messages.base import array_i32
 from aserve.messages.requests import AdmitRequest, ReasoningIds
+from aserve_kernels.delta_rule import DeltaRows, DeltaStates, DeltaTokens
+from aserve_kernels.delta_step import advance_rows
 from tests.fakes.graph_device import GraphDevice
 from tests.gpu.drive import captured, request, serve
 from tests.load_model import load_model
@@ -180,6 +185,26 @@ def test_captured_steps_advance_the_states_as_eager_ones_do(
     served = serve(captured(build_on(device, build)), asks(), chaos=3)
     assert served.outputs == expected
     assert device.num_replays > 10
+
+
+def test_kernels_of_other_devices_give_the_same_tokens(
+    folder: Path, expected: dict[tuple[str, int], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of CUDA, in Triton's interpreter: decodes in kernels, and prompts in torch."""
+    make_ops, calls = CpuDevice.ops, list[int]()
+
+    def counted(tokens: DeltaTokens, rows: DeltaRows, states: DeltaStates, /) -> Tensor:
+        calls.append(len(rows.rows))
+        return advance_rows(tokens, rows, states)
+
+    def ops(self: CpuDevice, dtype: torch.dtype, *, is_deterministic: bool) -> DeviceOps:
+        made = make_ops(self, dtype, is_deterministic=is_deterministic)
+        return dataclasses.replace(made, make_advance_rows=lambda: counted)
+
+    monkeypatch.setattr(CpuDevice, "ops", ops)
+    served = serve(executor_of(folder, dtype="float32", **OVERLAP), asks(), chaos=3)
+    assert served.outputs == expected
+    assert len(calls) > NUM_TOKENS
 
 
 @pytest.mark.parametrize("kind", ["qwen3.5", "qwen3-next"])

@@ -32,6 +32,8 @@ from aserve.gpu.step.resolve import DeviceState, DeviceStep
 from aserve.gpu.transfer.staging import HostArrays
 from aserve_kernels import bitmask, early_launch
 from aserve_kernels.copy_rows import copy_rows
+from aserve_kernels.delta_rule import DeltaRows, DeltaStates, DeltaTokens
+from aserve_kernels.delta_step import advance_rows
 from aserve_kernels.few_rows_linear import few_rows_linear
 from aserve_kernels.fp8_linear import GROUP, fp8_linear, quantize_rows
 from aserve_kernels.gated_mul import KINDS, gated_mul
@@ -260,6 +262,23 @@ def call_index_scores() -> None:
         index_scores(joined[:, :-1], zeros(2, 64), zeros(64, 128), paged)
 
 
+def call_advance_rows() -> None:
+    """The sizes of Qwen3.5, with few rows and many."""
+    sizes = (16, 128, 128)
+    num_channels = 3 * 16 * 128
+    for num_rows in (1, 16):
+        tokens = DeltaTokens(
+            zeros(num_rows, 2 * num_channels)[:, :num_channels],
+            zeros(num_channels, 4),
+            zeros(num_rows, 16, dtype=torch.float32),
+            zeros(num_rows, 16),
+        )
+        lens = torch.ones(num_rows, dtype=torch.int64)
+        states = DeltaStates(zeros(17, *sizes, dtype=torch.float32), zeros(17, 3, num_channels))
+        rows = DeltaRows(lens, lens, lens, torch.arange(num_rows + 1), lens, lens.int().numpy())
+        advance_rows(tokens, rows, states)
+
+
 def row_tables() -> tuple[Tensor, Tensor]:
     ints = zeros(4, len(INT_COLUMNS), dtype=torch.int64)
     return ints, torch.ones((4, len(FLOAT_COLUMNS)), dtype=torch.float64)
@@ -366,6 +385,7 @@ OTHERS: tuple[Callable[[], object], ...] = (
     call_penalise,
     lambda: bitmask.apply_bitmask(torch.zeros((2, 9000)), zeros(2, 282, dtype=torch.int32)),
     call_kv_indptr,
+    call_advance_rows,
     lambda: copy_rows(
         zeros(9, 600), zeros(4, dtype=torch.int64), zeros(9, 600), zeros(4, dtype=torch.int64)
     ),

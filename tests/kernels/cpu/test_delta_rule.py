@@ -4,74 +4,19 @@ and the CPU's kernel gives what torch gives.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import pytest
 import torch
-from torch import Tensor
 
 from aserve_kernels.cpu.delta_rule import advance_rows, compile_advance_rows, fits_blocks
-from aserve_kernels.delta_rule import (
-    DeltaRows,
-    DeltaStates,
-    DeltaTokens,
-    advance_rows_ref,
-    runs_of,
-)
+from aserve_kernels.delta_rule import DeltaTokens, advance_rows_ref, runs_of
+from tests.kernels.delta_case import assert_states_equal, draw_case, rows_of
 
-MAX_ROWS = 8
 LENS = [[1], [1, 1, 1], [5, 1, 130, 2], [3, 3, 1, 1], [64, 65]]
-
-
-class Case(NamedTuple):
-    tokens: DeltaTokens
-    rows: DeltaRows
-    states: DeltaStates
-
-    def copied(self) -> DeltaStates:
-        return DeltaStates(self.states.matrices.clone(), self.states.inputs.clone())
-
-
-def case(lens: Sequence[int], dtype: torch.dtype, *, width: int = 4, value_dim: int = 64) -> Case:
-    """Every other row goes on, and the others begin, with NaN of a former owner."""
-    torch.manual_seed(len(lens))
-    num_keys, num_heads, key_dim = 2, 6, 8
-    num_channels, num_tokens = 2 * num_keys * key_dim + num_heads * value_dim, sum(lens)
-    wide = torch.promote_types(dtype, torch.float32)
-    tokens = DeltaTokens(
-        torch.randn(num_tokens, num_channels).to(dtype),
-        torch.randn(num_channels, width).to(dtype),
-        -3 * torch.rand(num_tokens, num_heads, dtype=wide),
-        torch.rand(num_tokens, num_heads).to(dtype),
-    )
-    states = DeltaStates(
-        torch.randn(MAX_ROWS + 1, num_heads, key_dim, value_dim, dtype=wide),
-        torch.randn(MAX_ROWS + 1, width - 1, num_channels).to(dtype),
-    )
-    kv_lens = torch.arange(len(lens)) % 2 * 9
-    rows = _rows(1 + torch.randperm(MAX_ROWS)[: len(lens)], kv_lens, torch.tensor(lens))
-    for table in (states.matrices, states.inputs):
-        table[rows.rows[kv_lens == 0]] = torch.nan
-    return Case(tokens, rows, states)
-
-
-def _rows(rows: Tensor, kv_lens: Tensor, query_lens: Tensor) -> DeltaRows:
-    ends = torch.nn.functional.pad(query_lens.cumsum(0), (1, 0))
-    places = torch.arange(len(rows)).repeat_interleave(query_lens)
-    return DeltaRows(rows, kv_lens, query_lens, ends, places, query_lens.int().numpy())
-
-
-def assert_states_equal(got: DeltaStates, expected: DeltaStates, rows: Tensor) -> None:
-    """And other rows are as they were."""
-    torch.testing.assert_close(got.matrices, expected.matrices, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(got.inputs, expected.inputs, atol=0.0, rtol=0.0)
-    assert not got.matrices[rows].isnan().any()
 
 
 @pytest.mark.parametrize("lens", LENS)
 def test_chunks_give_what_one_token_at_a_time_gives(lens: list[int]) -> None:
-    tokens, rows, states = made = case(lens, torch.float64)
+    tokens, rows, states = made = draw_case(lens, torch.float64)
     whole = made.copied()
     out = advance_rows_ref(tokens, rows, whole)
     for index, query_len in enumerate(lens):
@@ -80,7 +25,7 @@ def test_chunks_give_what_one_token_at_a_time_gives(lens: list[int]) -> None:
             kv_len = rows.kv_lens[index : index + 1] + (place - first)
             parts = (tokens.channels, tokens.log_decay, tokens.rate)
             x, log_decay, rate = (part[place : place + 1] for part in parts)
-            one = _rows(rows.rows[index : index + 1], kv_len, torch.tensor([1]))
+            one = rows_of(rows.rows[index : index + 1], kv_len, torch.tensor([1]))
             own = advance_rows_ref(DeltaTokens(x, tokens.conv, log_decay, rate), one, states)
             torch.testing.assert_close(out[place], own[0], atol=1e-9, rtol=1e-7)
     assert_states_equal(whole, states, rows.rows)
@@ -94,7 +39,7 @@ def test_the_kernel_gives_what_torch_gives(
     lens: list[int], width: int, dtype: torch.dtype, num_workers: int
 ) -> None:
     compile_advance_rows(dtype, num_workers)
-    tokens, rows, states = made = case(lens, dtype, width=width)
+    tokens, rows, states = made = draw_case(lens, dtype, width=width)
     expected = made.copied()
     out = advance_rows(tokens, rows, states, num_workers=num_workers)
     torch.testing.assert_close(out, advance_rows_ref(tokens, rows, expected), atol=1e-4, rtol=1e-4)
@@ -102,9 +47,9 @@ def test_the_kernel_gives_what_torch_gives(
 
 
 def test_states_of_other_shapes_and_dtypes_stay_with_torch() -> None:
-    assert fits_blocks(case([1], torch.float32).states)
-    assert not fits_blocks(case([1], torch.float64).states)
-    assert not fits_blocks(case([1], torch.float32, value_dim=12).states)
+    assert fits_blocks(draw_case([1], torch.float32).states)
+    assert not fits_blocks(draw_case([1], torch.float64).states)
+    assert not fits_blocks(draw_case([1], torch.float32, value_dim=12).states)
 
 
 def test_runs_join_neighbours_with_equally_many_tokens() -> None:

@@ -151,6 +151,7 @@ class CudaDevice:
         itself.
         """
         from aserve.gpu.device.cuda.ops import (
+            triton_advance_rows,
             triton_elementwise,
             triton_lora,
             triton_resolver,
@@ -166,6 +167,7 @@ class CudaDevice:
             resolve=triton_resolver(dtype),
             sample_ops=triton_sample_ops(dtype),
             lora_ops=partial(triton_lora, dtype, is_deterministic=is_deterministic),
+            make_advance_rows=partial(triton_advance_rows, dtype),
         )
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -31,6 +31,8 @@ from aserve.gpu.step.resolve import DeviceState, DeviceStep, Resolve, resolve, r
 from aserve.gpu.transfer.staging import DeviceArrays
 from aserve_kernels import penalties
 from aserve_kernels.bitmask import apply_bitmask
+from aserve_kernels.delta_rule import AdvanceRows, advance_rows_ref
+from aserve_kernels.delta_step import advance_rows
 from aserve_kernels.few_rows_linear import FEW_ROWS, few_rows_linear
 from aserve_kernels.gated_mul import gated_mul
 from aserve_kernels.grouped_linear import grouped_linear
@@ -218,6 +220,10 @@ def _scatter(
     table: Tensor, rows: Tensor, values: Tensor, stamps: Tensor, iteration: Tensor
 ) -> None:
     scatter_rows(table, rows, values.contiguous(), stamps, iteration)
+
+
+def triton_advance_rows(dtype: torch.dtype) -> AdvanceRows:
+    return advance_rows_ref if dtype == torch.float64 else advance_rows
 
 
 # From this number of tokens on, dense products over all slots, on tensor cores, take their place.

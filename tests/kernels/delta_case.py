@@ -1,0 +1,60 @@
+"""Rows, tokens and states of Gated DeltaNet's recurrence, for tests of its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from aserve_kernels.delta_rule import DeltaRows, DeltaStates, DeltaTokens
+
+MAX_ROWS = 8
+
+
+class DeltaCase(NamedTuple):
+    tokens: DeltaTokens
+    rows: DeltaRows
+    states: DeltaStates
+
+    def copied(self) -> DeltaStates:
+        return DeltaStates(self.states.matrices.clone(), self.states.inputs.clone())
+
+
+def draw_case(
+    lens: Sequence[int], dtype: torch.dtype, *, width: int = 4, value_dim: int = 64
+) -> DeltaCase:
+    """Every other row goes on, and the others begin, with NaN of a former owner."""
+    torch.manual_seed(len(lens))
+    num_keys, num_heads, key_dim = 2, 6, 8
+    num_channels, num_tokens = 2 * num_keys * key_dim + num_heads * value_dim, sum(lens)
+    wide = torch.promote_types(dtype, torch.float32)
+    tokens = DeltaTokens(
+        torch.randn(num_tokens, num_channels).to(dtype),
+        torch.randn(num_channels, width).to(dtype),
+        -3 * torch.rand(num_tokens, num_heads, dtype=wide),
+        torch.rand(num_tokens, num_heads).to(dtype),
+    )
+    states = DeltaStates(
+        torch.randn(MAX_ROWS + 1, num_heads, key_dim, value_dim, dtype=wide),
+        torch.randn(MAX_ROWS + 1, width - 1, num_channels).to(dtype),
+    )
+    kv_lens = torch.arange(len(lens)) % 2 * 9
+    rows = rows_of(1 + torch.randperm(MAX_ROWS)[: len(lens)], kv_lens, torch.tensor(lens))
+    for table in (states.matrices, states.inputs):
+        table[rows.rows[kv_lens == 0]] = torch.nan
+    return DeltaCase(tokens, rows, states)
+
+
+def rows_of(rows: Tensor, kv_lens: Tensor, query_lens: Tensor) -> DeltaRows:
+    ends = torch.nn.functional.pad(query_lens.cumsum(0), (1, 0))
+    places = torch.arange(len(rows)).repeat_interleave(query_lens)
+    return DeltaRows(rows, kv_lens, query_lens, ends, places, query_lens.int().numpy())
+
+
+def assert_states_equal(got: DeltaStates, expected: DeltaStates, rows: Tensor) -> None:
+    """And other rows are as they were."""
+    torch.testing.assert_close(got.matrices, expected.matrices, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(got.inputs, expected.inputs, atol=0.0, rtol=0.0)
+    assert not got.matrices[rows].isnan().any()
