@@ -133,11 +133,10 @@ def build_kernels(
             ]
             for worker in workers:
                 worker.result()
-        except BaseException:
+        finally:
             tasks.clear()
             for process in processes:
-                process.kill()
-            raise
+                process.kill()  # which does nothing to one that has ended
 
 
 def _run_worker(
