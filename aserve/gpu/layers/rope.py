@@ -44,17 +44,20 @@ class Rotary:
         # [rotary_dim], or [0]
         self._axes = torch.tensor(2 * [*pair_axes], dtype=torch.int64, device=device)
         # [max_model_len, rotary_dim]: cosines, then sines
-        self.table = torch.empty(max_model_len, rotary_dim, dtype=dtype, device=device)
-        if self.table.is_meta:  # an inventory's model, whose sizes nobody has checked yet
+        if device.type == "meta" and max_model_len == 1:
+            # An inventory's model never runs, and nobody has checked its sizes yet.
+            self.table = torch.empty(max_model_len, rotary_dim, dtype=dtype, device=device)
             return
+        table = torch.empty(max_model_len, rotary_dim, dtype=dtype)
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         frequencies = inverse_frequencies(
             rope, rotary_dim, max_model_len=max_model_len, dtype=exact
         )
         for start in range(0, max_model_len, SLICE):
-            rows = self.table[start : start + SLICE]
+            rows = table[start : start + SLICE]
             angles = torch.outer(torch.arange(start, start + len(rows)).to(exact), frequencies)
             rows.copy_(torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor(rope))
+        self.table = table.to(device)
 
     def at(self, positions: Tensor) -> Tensor:
         """positions int64 [tokens] or [axes, tokens], below max_model_len -> [tokens, rotary_dim],

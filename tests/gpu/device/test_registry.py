@@ -85,7 +85,7 @@ async def test_a_device_is_registered_from_outside_by_one_row() -> None:
         open_device("tpu", devices)
 
 
-KERNELS = {"elementwise", "rope_and_store_kv", "sample_ops", "lora_ops"}
+KERNELS = {"elementwise", "rope_and_store_kv", "sample_ops", "lora_ops", "make_advance_rows"}
 HALVES_AND_FLOAT32 = [torch.float32, torch.bfloat16, torch.float16]
 TRITON = KERNELS | {"row_ops", "resolve"}
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from aserve.errors import ConfigError
+from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.weights.checkpoint import Checkpoint
 from aserve.gpu.weights.fp8 import Fp8, Fp8Weight
 from aserve.gpu.weights.inventory import Inventory
@@ -130,7 +131,10 @@ def test_more_memory_than_the_quantized_weights_need_is_not_asked_for(tmp_path: 
     own = write_checkpoint(tmp_path, stored, quantization_config=form.config, **SIZES)
     size = sum(tensor.nbytes for name, tensor in stored.items() if "scale" not in name)
     target = Target(memory_bytes=size, bits=LinearBits(kept=8))
-    load_model(own, target=target)
+    model = load_model(own, target=replace(target, memory_bytes=None))
+    assert isinstance(model, Decoder)
+    table_bytes = sum(rotary.table.nbytes for rotary in model.rotaries)
+    load_model(own, target=replace(target, memory_bytes=size + table_bytes))
     with pytest.raises(ConfigError, match="weights need"):
         load_model(own, target=replace(target, memory_bytes=size - 1))
     with pytest.raises(ConfigError, match="weights need"):
