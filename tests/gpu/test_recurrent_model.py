@@ -25,6 +25,7 @@ from aserve.gpu.replace_weights import copies
 from aserve.gpu.spec.request import SpecOptions
 from aserve.messages.base import array_i32
 from aserve.messages.requests import AdmitRequest, ReasoningIds
+from aserve.tiny import MODEL_DIR
 from aserve_kernels.delta_rule import DeltaRows, DeltaStates, DeltaTokens
 from aserve_kernels.delta_step import advance_rows
 from tests.fakes.graph_device import GraphDevice
@@ -236,6 +237,12 @@ def test_what_recurrent_layers_cannot_do_is_refused_at_the_start(
 ) -> None:
     with pytest.raises(ConfigError, match=f"{named}.*recurrent layers"):
         executor_of(folder, **options)
+
+
+def test_a_model_with_recurrent_layers_cannot_draft(folder: Path) -> None:
+    drafts = SpecOptions("STANDALONE", draft_model_dir=folder)
+    with pytest.raises(ConfigError, match="a model with recurrent layers cannot draft"):
+        build_executor(BuildOptions(MODEL_DIR, speculative=drafts, num_pages=60))
 
 
 def test_the_start_says_how_much_memory_the_states_take(folder: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from aserve.errors import ConfigError
 from aserve.gpu.decode.base import StepRunner
 from aserve.gpu.models.base import Attend, CausalModel, DraftModel
+from aserve.gpu.models.gated_delta import recurrent_layers_of
 from aserve.gpu.models.load import make_loader
 from aserve.gpu.models.ngram_embedding import id_window_of
 from aserve.gpu.spec.base import NO_HIDDEN, DraftRows, Drafts, Verified
@@ -82,6 +83,12 @@ def load(request: DraftRequest) -> LoadedDrafter:
         raise ConfigError(
             f"{model_dir}: a model with n-gram embeddings cannot draft, because a draft chain has "
             "no context on the device; use another draft model",
+            param=DRAFT_PATH,
+        )
+    if recurrent_layers_of(model):
+        raise ConfigError(
+            f"{model_dir}: a model with recurrent layers cannot draft, because its state would "
+            "keep the drafts that are not accepted; use another draft model",
             param=DRAFT_PATH,
         )
     check_vocabulary(model_dir, model.vocab_size, request.target)
