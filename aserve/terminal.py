@@ -1,4 +1,4 @@
-"""What the commands write to stdout and stderr, and read from stdin."""
+"""This module writes what the commands say to stdout and stderr, and reads stdin for them."""
 
 from __future__ import annotations
 

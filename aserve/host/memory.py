@@ -1,5 +1,5 @@
-"""How this process manages its memory: when Python's collector looks for cyclic garbage, and what
-malloc keeps.
+"""This module sets how the process manages its memory: when Python's collector looks for cyclic
+garbage, and what malloc keeps.
 """
 
 from __future__ import annotations

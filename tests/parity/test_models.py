@@ -188,7 +188,7 @@ def test_longcat_flash_lite_is_longcat_flash_behind_an_embedding(tmp_path: Path)
 def test_experts_in_one_tensor_are_those_in_tensors_of_their_own(
     reference_of: ReferenceOf, tmp_path: Path
 ) -> None:
-    """As the published checkpoints of Qwen3.5-MoE have them."""
+    """As the module of transformers has them."""
     reference = reference_of("qwen3.5-moe")
     weights = load_file(reference.directory / "model.safetensors")
     joined: dict[str, torch.Tensor] = {}

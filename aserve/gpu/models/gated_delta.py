@@ -16,7 +16,7 @@ transformers
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -64,7 +64,7 @@ class DeltaShape(msgspec.Struct, frozen=True):
 
     @property
     def num_channels(self) -> int:
-        """Of queries, keys and values together, which conv reads."""
+        """Returns the number of channels of queries, keys and values together, which conv reads."""
         return 2 * self.key_size + self.value_size
 
 
@@ -172,15 +172,7 @@ class JoinedProjection:
         num_heads = shape.linear_num_value_heads
         wide = {"in_proj_qkv": shape.num_channels, "in_proj_z": shape.value_size}
         narrow = {"in_proj_b": num_heads, "in_proj_a": num_heads}
-        linears = (
-            weights.linear(
-                {f"{prefix}.{name}": size for name, size in parts.items()},
-                in_features=hidden_size,
-                bias=False,
-            )
-            for parts in (wide, narrow)
-        )
-        return cls(shape, *linears)
+        return cls(shape, *_linears(prefix, weights, (wide, narrow), hidden_size=hidden_size))
 
     def __call__(self, x: Tensor) -> Projected:
         shape = self.shape
@@ -201,15 +193,9 @@ class GroupedProjection:
     def of(
         cls, prefix: str, shape: DeltaShape, weights: WeightSource, /, *, hidden_size: int
     ) -> GroupedProjection:
-        parts = {
-            "in_proj_qkvz": shape.num_channels + shape.value_size,
-            "in_proj_ba": 2 * shape.linear_num_value_heads,
-        }
-        linears = (
-            weights.linear({f"{prefix}.{name}": size}, in_features=hidden_size, bias=False)
-            for name, size in parts.items()
-        )
-        return cls(shape, *linears)
+        wide = {"in_proj_qkvz": shape.num_channels + shape.value_size}
+        narrow = {"in_proj_ba": 2 * shape.linear_num_value_heads}
+        return cls(shape, *_linears(prefix, weights, (wide, narrow), hidden_size=hidden_size))
 
     def __call__(self, x: Tensor) -> Projected:
         shape = self.shape
@@ -222,3 +208,17 @@ class GroupedProjection:
         z = z.flatten(1).unflatten(-1, (shape.linear_num_value_heads, -1))
         channels = torch.cat([part.flatten(1) for part in (q, k, v)], dim=-1)
         return Projected(channels, z, b.flatten(1), a.flatten(1))
+
+
+def _linears(
+    prefix: str, weights: WeightSource, layers: Iterable[Mapping[str, int]], *, hidden_size: int
+) -> list[LinearOp]:
+    """Returns one linear layer for each mapping of names to numbers of rows."""
+    return [
+        weights.linear(
+            {f"{prefix}.{name}": size for name, size in parts.items()},
+            in_features=hidden_size,
+            bias=False,
+        )
+        for parts in layers
+    ]

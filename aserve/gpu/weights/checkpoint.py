@@ -291,9 +291,10 @@ class Checkpoint:
             self.tensors[weight] = msgspec.structs.replace(own, shape=shape, dtype="F32")
 
     def _take_joined_experts(self) -> None:
-        """Puts a matrix for each expert in the place of the tensors of all of them, as Qwen3.5 has
-        them: gate_up_proj [experts, 2 size, hidden], the gates first, and down_proj [experts,
-        hidden, size]. Those of gpt-oss, which have biases, are read as they are."""
+        """Puts a matrix for each expert in the place of the tensors of all of them, which
+        transformers' module of Qwen3.5-MoE has: gate_up_proj [experts, 2 size, hidden], the gates
+        first, and down_proj [experts, hidden, size]. Those of gpt-oss, which have biases, are read
+        as they are."""
         found = {
             name: own for name, own in self.tensors.items() if name.endswith((*JOINED_EXPERTS,))
         }
