@@ -5,6 +5,7 @@ both go together, tokens are those of the plain engine; where they do not, the r
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from tests.architecture.source import ROOT
 from tests.engine_device import engine_device
 from tests.gpu.drive import Served, request, serve
 from tests.gpu.test_trained_blocks_and_pictures import PLAIN, captioned
+from tests.parity.references import make_reference
 from tools.train_models.folder import MODELS_DIR
 
 pytestmark = pytest.mark.slow
@@ -33,6 +35,8 @@ pytestmark = pytest.mark.slow
 PAGE = ROOT / "docs" / "speculation.md"
 TREES = "trees"
 YES = "yes"
+# Written by the fixture: no trained model of this kind lies in the tree.
+RECURRENT = Path("recurrent")
 # The models of the table's rows, and what they are run with.
 SYSTEMS: dict[str, tuple[Path, dict[str, Any]]] = {
     "mixtures of experts": (MODELS_DIR / "moe", {}),
@@ -45,12 +49,14 @@ SYSTEMS: dict[str, tuple[Path, dict[str, Any]]] = {
     ),
     "n-gram embeddings": (MODELS_DIR / "ngram_emb", {}),
     "pictures": (MODELS_DIR / "vl", {}),
+    "recurrent layers": (RECURRENT, {}),
     "diffusion": (MODELS_DIR / "dllm", {}),
 }
 REASONS = {
     "no: latents": "reads the keys and values of the model, whose KV are latents",
     "no: chosen keys": "tree masks with sparse attention",
     "no: three axes": "a model that reads pictures, whose tokens have positions of three axes",
+    "no: one state": "whose state belongs to the end of a sequence alone",
     "no: blocks": "does not go with a diffusion language model, which fills blocks",
 }
 # Chunks beside decodes, with a prefix that requests share.
@@ -101,6 +107,16 @@ def run(system: str, drafts: SpecOptions | None, **settings: Any) -> Served:
 @cache
 def plain(system: str) -> Served:
     return run(system, None, **PLAIN)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Makes the model of the row "recurrent layers"."""
+    folder = tmp_path_factory.mktemp("recurrent")
+    make_reference("qwen3.5", folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SYSTEMS, "recurrent layers", (folder, {}))
+        yield
 
 
 def drafts_of(system: str, column: str) -> SpecOptions:
