@@ -18,6 +18,7 @@ from aserve.cache.layout import MIB, GroupLayout, with_pages
 from aserve.errors import ConfigError
 from aserve.gpu.attention.base import AttentionSite
 from aserve.gpu.attention.recurrent import (
+    empty_states,
     refuse_beside_recurrent,
     with_recurrent,
     without_history,
@@ -458,7 +459,7 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
         has_tree_masks=mode.caps.tree is not None,
     )
     attention = build_attention(options.attention, site, order=device.attention)
-    attention = with_recurrent(attention, model, site, parts.ops)
+    attention = with_recurrent(attention, model, state.recurrent, parts.ops)
     if isinstance(state.pools, HostKvPools):
         attention = with_hisparse(attention, state.pools)
     drafter = None
@@ -628,4 +629,5 @@ def _allocate(parts: _Parts, spec: EngineSpec, kv_dtype: torch.dtype) -> DeviceS
             ops=ops.row_ops,
         ),
         draft_pools=draft_pools,
+        recurrent=empty_states(parts.model, spec, device.zeros),
     )

@@ -20,7 +20,11 @@ matrices do the rest:
     S = exp(c_last) S + (exp(c_last - c) k)^T u
 
 A row keeps the matrices, and the inputs of conv for its last tokens; a row without KV begins with
-zeros. Source: https://arxiv.org/abs/2412.06464 (Gated DeltaNet), and for the form in chunks
+zeros. It keeps the matrices after each of its last S tokens, by position, so a forward may begin
+before any of these: tokens that are rejected cost nothing. The matrix before position p has the
+place p mod S, and the input of position p has the place p mod M.
+
+Source: https://arxiv.org/abs/2412.06464 (Gated DeltaNet), and for the form in chunks
 https://arxiv.org/abs/2406.06484
 """
 
@@ -41,10 +45,11 @@ LENGTH_EPS = 1e-6  # added to the squared lengths of queries and keys, in the re
 
 @dataclass(frozen=True, slots=True)
 class DeltaStates:
-    """The states of one layer, by row; row 0 is padding."""
+    """The states of one layer, by row; row 0 is padding. A forward of S tokens does not overwrite
+    the inputs that it reads: M = S + width - 1."""
 
-    matrices: Tensor  # [max_rows + 1, value heads, d_k, d_v], at least float32
-    inputs: Tensor  # [max_rows + 1, width - 1, channels], the last inputs of conv
+    matrices: Tensor  # [max_rows + 1, S, value heads, d_k, d_v], at least float32
+    inputs: Tensor  # [max_rows + 1, M, channels], the last inputs of conv
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +82,8 @@ class AdvanceRows(Protocol):
 def advance_rows_ref(tokens: DeltaTokens, rows: DeltaRows, states: DeltaStates) -> Tensor:
     """Advances the states of the rows by their tokens -> y [tokens, value heads, d_v], of the
     states' dtype. The host reads `query_lens_cpu` alone, so that the operators can be captured."""
-    _, num_heads, key_dim, value_dim = states.matrices.shape
-    is_new = (rows.kv_lens == 0)[:, None, None]
-    channels = functional.silu(_convolved(tokens, rows, states, is_new)).to(states.matrices.dtype)
+    _, _, num_heads, key_dim, value_dim = states.matrices.shape
+    channels = functional.silu(_convolved(tokens, rows, states)).to(states.matrices.dtype)
     qk, v = channels.split((channels.shape[1] - num_heads * value_dim, num_heads * value_dim), -1)
     q, k = (_normalised(x.unflatten(-1, (-1, key_dim))) for x in qk.chunk(2, dim=-1))
     per_key = num_heads // q.shape[1]
@@ -89,37 +93,59 @@ def advance_rows_ref(tokens: DeltaTokens, rows: DeltaRows, states: DeltaStates) 
     parts = (q, k, v, tokens.log_decay, tokens.rate.to(v.dtype))
     out = torch.empty_like(v)
     for run in runs_of(rows.query_lens_cpu):
-        own = rows.rows[run.rows]
-        matrices = states.matrices.index_select(0, own)
-        matrices.masked_fill_(is_new[run.rows, None], 0)
+        own, begins = rows.rows[run.rows], rows.kv_lens[run.rows]
         given = DeltaInputs(*(part[run.tokens].unflatten(0, (len(own), -1)) for part in parts))
-        out[run.tokens] = delta_rule(given, matrices).flatten(0, 1)
-        states.matrices.index_copy_(0, own, matrices)
+        out[run.tokens] = _advance_run(given, own, begins, states.matrices).flatten(0, 1)
     return out
 
 
-def _convolved(tokens: DeltaTokens, rows: DeltaRows, states: DeltaStates, is_new: Tensor) -> Tensor:
+def _advance_run(inputs: DeltaInputs, rows: Tensor, begins: Tensor, matrices: Tensor) -> Tensor:
+    """Returns y [rows, tokens, heads, d_v] of rows whose tokens begin at these positions, and
+    leaves the matrices after the last tokens."""
+    num_tokens, num_places = inputs.v.shape[1], matrices.shape[1]
+    states = matrices[rows, begins % num_places]
+    states.masked_fill_((begins == 0)[:, None, None, None], 0)
+    parts, start = [], 0
+    for end in range(max(num_tokens - num_places, 0) + 1, num_tokens + 1):
+        parts.append(delta_rule(inputs.tokens(start, end), states))
+        matrices[rows, (begins + end) % num_places] = states
+        start = end
+    return torch.cat(parts, dim=1)
+
+
+def _convolved(tokens: DeltaTokens, rows: DeltaRows, states: DeltaStates) -> Tensor:
     """Returns conv of the channels, [tokens, channels], and writes the rows' last inputs.
 
     Each row's last inputs and its new ones stand one after the other in a table.
     """
-    x = tokens.channels
+    x, num_places = tokens.channels, states.inputs.shape[1]
     width = tokens.conv.shape[1] - 1
     steps = torch.arange(width, device=x.device)
     numbers = torch.arange(len(rows.rows), device=x.device)
     begins = rows.cu_query_lens[:-1] + numbers * width
     places = torch.arange(len(x), device=x.device) + (rows.token_to_row + 1) * width
-    before = states.inputs.index_select(0, rows.rows).masked_fill_(is_new, 0)
+    positions = rows.kv_lens[:, None] - width + steps
+    before = states.inputs[rows.rows[:, None], positions % num_places]
+    before.masked_fill_((positions < 0)[..., None], 0)
     table = x.new_empty(len(x) + len(rows.rows) * width, x.shape[1])
     table.index_copy_(0, (begins[:, None] + steps).flatten(), before.flatten(0, 1))
     table.index_copy_(0, places, x)
-    ends = (begins + rows.query_lens)[:, None] + steps
-    states.inputs.index_copy_(0, rows.rows, table[ends])
+    _keep_inputs(x, rows, states.inputs)
     wide = torch.promote_types(x.dtype, torch.float32)
     out = torch.zeros_like(x, dtype=wide)
     for tap, weight in enumerate(tokens.conv.to(wide).unbind(1)):
         out.addcmul_(table.index_select(0, places - width + tap).to(wide), weight)
     return out
+
+
+def _keep_inputs(x: Tensor, rows: DeltaRows, inputs: Tensor) -> None:
+    """Writes the inputs of each row's last tokens."""
+    num_places = inputs.shape[1]
+    back = torch.arange(num_places, device=x.device)
+    places = (rows.kv_lens + rows.query_lens - 1)[:, None] - back
+    target = (rows.rows[:, None], places % num_places)
+    new = x[(rows.cu_query_lens[1:, None] - 1 - back).clamp(min=0)]
+    inputs[target] = torch.where((places >= rows.kv_lens[:, None])[..., None], new, inputs[target])
 
 
 def _normalised(x: Tensor) -> Tensor:

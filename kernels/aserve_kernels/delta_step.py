@@ -1,8 +1,9 @@
-"""Gated DeltaNet's recurrence for steps in which each row has one token: see delta_rule.py.
+"""Gated DeltaNet's recurrence for steps in which each row has few tokens: see delta_rule.py.
 
-Two kernels: one computes conv and moves each row's last inputs on, and one applies the delta rule,
-which reads and writes each matrix once. They read rows and lengths on the device, so that a graph
-may capture them. Steps with more tokens run in torch, in chunks.
+Two kernels: one computes conv and keeps each row's last inputs, and one applies the delta rule,
+which reads each matrix once, and writes it once for each token. They read rows and lengths on the
+device, so that a graph may capture them. Steps with more tokens than a row keeps states for run in
+torch, in chunks.
 """
 
 from __future__ import annotations
@@ -26,22 +27,23 @@ BLOCK_V = 32  # columns of a matrix that a program has  NOTE: not measured
 
 def advance_rows(tokens: DeltaTokens, rows: DeltaRows, states: DeltaStates, /) -> Tensor:
     """Does what `advance_rows_ref` does, for float32, bfloat16 and float16."""
-    if rows.query_lens_cpu.max(initial=0) > 1:
+    num_places, num_heads, key_dim, value_dim = states.matrices.shape[1:]
+    if rows.query_lens_cpu.max(initial=0) > num_places:
         return advance_rows_ref(tokens, rows, states)
-    _, num_heads, key_dim, value_dim = states.matrices.shape
     num_tokens, num_channels = tokens.channels.shape
     num_keys = (num_channels - num_heads * value_dim) // (2 * key_dim)
     mixed = tokens.channels.new_empty((num_tokens, num_channels), dtype=torch.float32)
     _convolve[(num_tokens, triton.cdiv(num_channels, BLOCK_C))](
-        tokens.channels, tokens.conv, states.inputs, mixed, rows.rows, rows.kv_lens,
-        num_channels, tokens.channels.stride(0),
+        tokens.channels, tokens.conv, states.inputs, mixed,
+        rows.rows, rows.kv_lens, rows.cu_query_lens, rows.token_to_row,
+        num_channels, tokens.channels.stride(0), states.inputs.shape[1],
         WIDTH=tokens.conv.shape[1],
         BLOCK=BLOCK_C,
     )  # fmt: skip
     out = mixed.new_empty((num_tokens, num_heads, value_dim))
-    _apply_rule[(num_tokens, num_heads, triton.cdiv(value_dim, BLOCK_V))](
+    _apply_rule[(len(rows.rows), num_heads, triton.cdiv(value_dim, BLOCK_V))](
         mixed, tokens.log_decay.contiguous(), tokens.rate.contiguous(), states.matrices, out,
-        rows.rows, rows.kv_lens, key_dim**-0.5, LENGTH_EPS,
+        rows.rows, rows.kv_lens, rows.cu_query_lens, num_places, key_dim**-0.5, LENGTH_EPS,
         NUM_KEYS=num_keys,
         NUM_HEADS=num_heads,
         KEY_DIM=key_dim,
@@ -55,60 +57,72 @@ def advance_rows(tokens: DeltaTokens, rows: DeltaRows, states: DeltaStates, /) -
 @triton.jit
 def _convolve(
     channels: tl.tensor, conv: tl.tensor, inputs: tl.tensor, mixed: tl.tensor,
-    rows: tl.tensor, kv_lens: tl.tensor, num_channels: int, token_stride: int,
+    rows: tl.tensor, kv_lens: tl.tensor, starts: tl.tensor, token_to_row: tl.tensor,
+    num_channels: int, token_stride: int, num_places: int,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """mixed [tokens, channels] = silu(conv), for BLOCK channels of one row."""
+    """mixed [tokens, channels] = silu(conv), for BLOCK channels of one token."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     in_bounds = columns < num_channels
-    row = tl.load(rows + token).to(tl.int64)
-    is_kept = in_bounds & (tl.load(kv_lens + token) > 0)
-    own = inputs + row * (WIDTH - 1) * num_channels + columns
-    total = tl.zeros((BLOCK,), tl.float32)
-    for tap in tl.static_range(WIDTH - 1):
-        value = tl.load(own + tap * num_channels, mask=is_kept, other=0.0)
-        weight = tl.load(conv + columns * WIDTH + tap, mask=in_bounds, other=0.0)
-        total += value.to(tl.float32) * weight.to(tl.float32)
-        if tap > 0:
-            tl.store(own + (tap - 1) * num_channels, value, mask=in_bounds)
+    index = tl.load(token_to_row + token)
+    place = token - tl.load(starts + index)  # of the token in the forward of its row
+    position = tl.load(kv_lens + index) + place
+    own = inputs + tl.load(rows + index).to(tl.int64) * num_places * num_channels + columns
     new = tl.load(channels + token * token_stride + columns, mask=in_bounds, other=0.0)
     weight = tl.load(conv + columns * WIDTH + WIDTH - 1, mask=in_bounds, other=0.0)
-    total += new.to(tl.float32) * weight.to(tl.float32)
-    tl.store(own + (WIDTH - 2) * num_channels, new, mask=in_bounds)
+    total = new.to(tl.float32) * weight.to(tl.float32)
+    for back in tl.static_range(1, WIDTH):
+        is_new = place >= back
+        earlier = tl.load(
+            channels + (token - back) * token_stride + columns, mask=in_bounds & is_new, other=0.0
+        )
+        slot = (position - back + num_places) % num_places
+        is_kept = in_bounds & (place < back) & (position >= back)
+        kept = tl.load(own + slot * num_channels, mask=is_kept, other=0.0)
+        weight = tl.load(conv + columns * WIDTH + WIDTH - 1 - back, mask=in_bounds, other=0.0)
+        total += tl.where(is_new, earlier, kept).to(tl.float32) * weight.to(tl.float32)
+    tl.store(own + position % num_places * num_channels, new, mask=in_bounds)
     tl.store(mixed + token * num_channels + columns, total * tl.sigmoid(total), mask=in_bounds)
 
 
 @triton.jit
 def _apply_rule(
     mixed: tl.tensor, log_decay: tl.tensor, rate: tl.tensor, matrices: tl.tensor, out: tl.tensor,
-    rows: tl.tensor, kv_lens: tl.tensor, scale: float, eps: float,
+    rows: tl.tensor, kv_lens: tl.tensor, starts: tl.tensor,
+    num_places: int, scale: float, eps: float,
     NUM_KEYS: tl.constexpr, NUM_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ) -> None:  # fmt: skip
     """Advances BLOCK_V columns of one matrix of one row."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    index, head = tl.program_id(0), tl.program_id(1)
     keys = tl.arange(0, BLOCK_K)
     columns = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     is_key, is_column = keys < KEY_DIM, columns < VALUE_DIM
-    own = mixed + token * (2 * NUM_KEYS * KEY_DIM + NUM_HEADS * VALUE_DIM)
-    of_key = head // (NUM_HEADS // NUM_KEYS) * KEY_DIM + keys
-    q = tl.load(own + of_key, mask=is_key, other=0.0)
-    k = tl.load(own + NUM_KEYS * KEY_DIM + of_key, mask=is_key, other=0.0)
-    q = q * (scale / tl.sqrt(tl.sum(q * q, 0) + eps))
-    k = k * (1.0 / tl.sqrt(tl.sum(k * k, 0) + eps))
-    values = own + 2 * NUM_KEYS * KEY_DIM + head * VALUE_DIM
-    v = tl.load(values + columns, mask=is_column, other=0.0)
-    decay = tl.exp(tl.load(log_decay + token * NUM_HEADS + head).to(tl.float32))
-    beta = tl.load(rate + token * NUM_HEADS + head).to(tl.float32)
-    row = tl.load(rows + token).to(tl.int64)
-    matrix = matrices + (row * NUM_HEADS + head) * KEY_DIM * VALUE_DIM
-    places = keys[:, None] * VALUE_DIM + columns[None, :]
     in_bounds = is_key[:, None] & is_column[None, :]
-    is_kept = in_bounds & (tl.load(kv_lens + token) > 0)
-    state = tl.load(matrix + places, mask=is_kept, other=0.0) * decay
-    change = (v - tl.sum(k[:, None] * state, 0)) * beta
-    state += k[:, None] * change[None, :]
-    tl.store(matrix + places, state, mask=in_bounds)
-    y = tl.sum(q[:, None] * state, 0)
-    tl.store(out + (token * NUM_HEADS + head) * VALUE_DIM + columns, y, mask=is_column)
+    first, last = tl.load(starts + index).to(tl.int64), tl.load(starts + index + 1).to(tl.int64)
+    begin = tl.load(kv_lens + index).to(tl.int64)
+    of_row = matrices + tl.load(rows + index).to(tl.int64) * num_places * (
+        NUM_HEADS * KEY_DIM * VALUE_DIM
+    )
+    of_head = (head * KEY_DIM + keys[:, None]) * VALUE_DIM + columns[None, :]
+    of_key = head // (NUM_HEADS // NUM_KEYS) * KEY_DIM + keys
+    read = of_row + begin % num_places * (NUM_HEADS * KEY_DIM * VALUE_DIM) + of_head
+    state = tl.load(read, mask=in_bounds & (begin > 0), other=0.0)
+    for token in range(first, last):
+        own = mixed + token * (2 * NUM_KEYS * KEY_DIM + NUM_HEADS * VALUE_DIM)
+        q = tl.load(own + of_key, mask=is_key, other=0.0)
+        k = tl.load(own + NUM_KEYS * KEY_DIM + of_key, mask=is_key, other=0.0)
+        q = q * (scale / tl.sqrt(tl.sum(q * q, 0) + eps))
+        k = k * (1.0 / tl.sqrt(tl.sum(k * k, 0) + eps))
+        values = own + 2 * NUM_KEYS * KEY_DIM + head * VALUE_DIM
+        v = tl.load(values + columns, mask=is_column, other=0.0)
+        decay = tl.exp(tl.load(log_decay + token * NUM_HEADS + head).to(tl.float32))
+        beta = tl.load(rate + token * NUM_HEADS + head).to(tl.float32)
+        state = state * decay
+        change = (v - tl.sum(k[:, None] * state, 0)) * beta
+        state += k[:, None] * change[None, :]
+        slot = (begin + token - first + 1) % num_places
+        tl.store(of_row + slot * (NUM_HEADS * KEY_DIM * VALUE_DIM) + of_head, state, mask=in_bounds)
+        y = tl.sum(q[:, None] * state, 0)
+        tl.store(out + (token * NUM_HEADS + head) * VALUE_DIM + columns, y, mask=is_column)

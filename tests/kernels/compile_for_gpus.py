@@ -274,7 +274,8 @@ def call_advance_rows() -> None:
             zeros(num_rows, 16),
         )
         lens = torch.ones(num_rows, dtype=torch.int64)
-        states = DeltaStates(zeros(17, *sizes, dtype=torch.float32), zeros(17, 3, num_channels))
+        matrices = zeros(17, 1, *sizes, dtype=torch.float32)
+        states = DeltaStates(matrices, zeros(17, 4, num_channels))
         rows = DeltaRows(lens, lens, lens, torch.arange(num_rows + 1), lens, lens.int().numpy())
         advance_rows(tokens, rows, states)
 

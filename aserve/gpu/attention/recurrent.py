@@ -1,22 +1,23 @@
 """The states of recurrent layers, which rows keep beside their KV.
 
-A row has one state, at its end. A forward of the row reads it and writes it anew; a row without KV
-begins with zeros, so that nothing has to be cleared when a row is given to another request. Steps
-run in order on one stream, and every token of a step counts, so a state needs no older copies: rows
-whose results are dropped are computed from their first token on (`DecodeCaps.is_recurrent`). There
-is no prefix cache and no speculation for such models.
+A forward of a row reads the state before its first token, and writes those after its last ones, as
+many as a step may reject; a row without KV begins with zeros, so that nothing has to be cleared
+when a row is given to another request. Steps run in order on one stream, so a row needs no older
+states: rows whose results are dropped are computed from their first token on
+(`DecodeCaps.is_recurrent`). There is no prefix cache for such models.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
+import torch
 from torch import Tensor
 
 from aserve.errors import BugError, ConfigError
-from aserve.gpu.attention.base import AttentionBackend, AttentionSite, StaticPlans
+from aserve.gpu.attention.base import AttentionBackend, StaticPlans
 from aserve.gpu.attention.select import Attention
 from aserve.gpu.device.ops import DeviceOps
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
@@ -90,14 +91,21 @@ class _Advance:
         return self._advance(tokens, self._rows, self._states[layer.index])
 
 
-def _empty(layer: RecurrentSpec, site: AttentionSite) -> DeltaStates:
-    shape, num_rows = layer.shape, len(site.pools.page_tables[0])
-    sizes = (shape.linear_num_value_heads, shape.linear_key_head_dim, shape.linear_value_head_dim)
-    width = shape.linear_conv_kernel_dim - 1
-    return DeltaStates(
-        site.device.zeros((num_rows, *sizes), wide_dtype(site.dtype)),
-        site.device.zeros((num_rows, width, shape.num_channels), site.dtype),
-    )
+def empty_states(
+    model: CausalModel, spec: EngineSpec, zeros: Callable[[tuple[int, ...], torch.dtype], Tensor]
+) -> Mapping[int, DeltaStates]:
+    """Returns the states of the model's recurrent layers, by layer. `zeros` allocates memory."""
+    num_rows, num_places = spec.max_rows + 1, spec.decode.max_tokens_per_step
+    states: dict[int, DeltaStates] = {}
+    for layer in recurrent_layers_of(model):
+        shape = layer.shape
+        heads, width = shape.linear_num_value_heads, shape.linear_conv_kernel_dim
+        sizes = (heads, shape.linear_key_head_dim, shape.linear_value_head_dim)
+        states[layer.index] = DeltaStates(
+            zeros((num_rows, num_places, *sizes), wide_dtype(model.dtype)),
+            zeros((num_rows, num_places + width - 1, shape.num_channels), model.dtype),
+        )
+    return states
 
 
 def refuse_beside_recurrent(model: CausalModel, options: Mapping[str, bool]) -> bool:
@@ -116,16 +124,14 @@ def refuse_beside_recurrent(model: CausalModel, options: Mapping[str, bool]) -> 
 
 
 def with_recurrent(
-    attention: Attention, model: CausalModel, site: AttentionSite, ops: DeviceOps
+    attention: Attention, model: CausalModel, states: Mapping[int, DeltaStates], ops: DeviceOps
 ) -> Attention:
     """Returns the attention, with the states of the model's recurrent layers if it has any."""
-    layers = recurrent_layers_of(model)
-    if not layers:
+    if not states:
         return attention
-    if any(layer.window is not None for layer in site.layers):
+    if any(layer.window is not None for layer in model.layers):
         # A row that is computed anew would find the pages behind its window given away.
         raise ConfigError("sliding windows are not supported beside recurrent layers")
-    states = {layer.index: _empty(layer, site) for layer in layers}
     backend = RecurrentBackend(attention.backend, states, ops.make_advance_rows())
     memory = {**attention.memory, "states of recurrent layers": backend.size_bytes}
     return dataclasses.replace(attention, backend=backend, memory=memory)

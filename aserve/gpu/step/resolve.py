@@ -4,7 +4,7 @@ token pool. The result is the `DeviceStep` that a decode mode gets.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -21,6 +21,7 @@ from aserve.gpu.step.plan import StepPlan
 from aserve.gpu.transfer.staging import DeviceArrays, HostArrays
 from aserve.messages.base import array_i32
 from aserve.messages.step import ScheduleBatch
+from aserve_kernels.delta_rule import DeltaStates
 
 DRAFTS = "drafts"  # the relay field of modes that verify, of shape [max drafts]
 
@@ -37,6 +38,7 @@ class DeviceState:
     clears_pages: bool = True
     draft_pools: KvPools | None = None  # the drafter's keys and values, over the same page tables
     kv_streams: KvStreams = field(default_factory=KvStreams)
+    recurrent: Mapping[int, DeltaStates] = field(default_factory=dict)  # by layer
 
     @property
     def cleared_pools(self) -> tuple[KvPools, ...]:

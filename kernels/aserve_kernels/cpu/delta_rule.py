@@ -38,7 +38,7 @@ def advance_rows(
     """Does what `advance_rows_ref` does, for channels of float32 or bfloat16 and states that
     `fits_blocks` accepts. `num_workers` threads share the work: one if it was compiled for one,
     else any number above."""
-    num_heads, value_dim = states.matrices.shape[1], states.matrices.shape[3]
+    num_heads, value_dim = states.matrices.shape[2], states.matrices.shape[4]
     out = torch.empty((len(tokens.channels), num_heads, value_dim), dtype=torch.float32)
     advance = _advance_alone if num_workers == 1 else _advance
     advance(
@@ -56,7 +56,7 @@ def compile_advance_rows(dtype: torch.dtype, num_workers: int) -> None:
     matrix, column = types.Array(wide, 2, "C"), types.Array(types.int64, 1, "C")
     compile_ahead(
         _advance_alone if num_workers == 1 else _advance,
-        *(types.Array(floats, 2, "C"), matrix, matrix, matrix, types.Array(wide, 4, "C")),
+        *(types.Array(floats, 2, "C"), matrix, matrix, matrix, types.Array(wide, 5, "C")),
         *(types.Array(floats, 3, "C"), types.Array(wide, 3, "C"), column, column, column),
         types.int64,
     )
@@ -93,9 +93,8 @@ def _advance_share(
     worker: int, num_workers: int,
 ) -> None:  # fmt: skip
     """The share of one worker: every num_workers-th unit of work."""
-    num_heads, key_dim, value_dim = matrices.shape[1], matrices.shape[2], matrices.shape[3]
+    num_heads, key_dim, value_dim = matrices.shape[2], matrices.shape[3], matrices.shape[4]
     num_keys = (channels.shape[1] - num_heads * value_dim) // (2 * key_dim)
-    per_key = num_heads // num_keys
     unit = 0
     for r in range(len(rows)):
         first, last, row = starts[r], starts[r + 1], rows[r]
@@ -103,69 +102,81 @@ def _advance_share(
             unit += 1
             if unit % num_workers != worker:
                 continue
-            if kv_lens[r] == 0:
-                inputs[row, :, head * key_dim : (head + 1) * key_dim] = 0
-                k_first = (num_keys + head) * key_dim
-                inputs[row, :, k_first : k_first + key_dim] = 0
-                v_first = 2 * num_keys * key_dim + head * per_key * value_dim
-                inputs[row, :, v_first : v_first + per_key * value_dim] = 0
-                matrices[row, head * per_key : (head + 1) * per_key] = 0
             _advance_head(
                 channels[first:last], conv, log_decay[first:last], rate[first:last],
-                matrices[row], inputs[row], out[first:last], head, num_keys,
+                matrices[row], inputs[row], out[first:last], kv_lens[r], head, num_keys,
             )  # fmt: skip
 
 
 @njit(nogil=True, fastmath=FASTMATH, error_model="numpy")
 def _advance_head(
     channels: Floats, conv: Float32s, log_decay: Float32s, rate: Float32s, matrices: Float32s,
-    inputs: Floats, out: Float32s, head: int, num_keys: int,
+    inputs: Floats, out: Float32s, begin: int, head: int, num_keys: int,
 ) -> None:  # fmt: skip
-    """Advances one head of queries and keys of one row by channels [tokens, channels]."""
+    """Advances one head of queries and keys of one row by channels [tokens, channels], of which the
+    first has the position `begin`."""
     num_tokens, num_heads = out.shape[0], out.shape[1]
-    key_dim, value_dim = matrices.shape[1], matrices.shape[2]
+    num_places, key_dim, value_dim = matrices.shape[0], matrices.shape[2], matrices.shape[3]
     per_key = num_heads // num_keys
     q = scratch((num_tokens, key_dim), FLOAT32_LIKE)
     k = scratch((num_tokens, key_dim), FLOAT32_LIKE)
     v = scratch((num_tokens, value_dim), FLOAT32_LIKE)
     block = scratch((key_dim * BLOCK,), FLOAT32_LIKE)
-    _convolve(channels, conv, inputs, head * key_dim, q)
-    _convolve(channels, conv, inputs, (num_keys + head) * key_dim, k)
+    _convolve(channels, conv, inputs, begin, head * key_dim, q)
+    _convolve(channels, conv, inputs, begin, (num_keys + head) * key_dim, k)
     _normalise(q, np.float32(key_dim) ** np.float32(-0.5))
     _normalise(k, np.float32(1))
     for own in range(head * per_key, (head + 1) * per_key):
-        _convolve(channels, conv, inputs, 2 * num_keys * key_dim + own * value_dim, v)
+        _convolve(channels, conv, inputs, begin, 2 * num_keys * key_dim + own * value_dim, v)
         for first in range(0, value_dim, BLOCK):
-            for i in range(key_dim):
-                for j in range(BLOCK):
-                    block[i * BLOCK + j] = matrices[own, i, first + j]
+            if begin == 0:
+                block[:] = np.float32(0)
+            else:
+                _load_block(matrices[begin % num_places, own], first, block)
             for token in range(num_tokens):
                 decay = power_of_two(np.float32(LOG2_E) * log_decay[token, own])
                 _apply_rule(
                     block, q[token], k[token], v[token, first : first + BLOCK],
                     out[token, own, first : first + BLOCK], decay, rate[token, own],
                 )  # fmt: skip
-            for i in range(key_dim):
-                for j in range(BLOCK):
-                    matrices[own, i, first + j] = block[i * BLOCK + j]
+                if token >= num_tokens - num_places:
+                    place = (begin + token + 1) % num_places
+                    _store_block(block, matrices[place, own], first)
+
+
+@njit(inline="always")
+def _load_block(matrix: Float32s, first: int, block: Float32s) -> None:
+    for i in range(matrix.shape[0]):
+        for j in range(BLOCK):
+            block[i * BLOCK + j] = matrix[i, first + j]
+
+
+@njit(inline="always")
+def _store_block(block: Float32s, matrix: Float32s, first: int) -> None:
+    for i in range(matrix.shape[0]):
+        for j in range(BLOCK):
+            matrix[i, first + j] = block[i * BLOCK + j]
 
 
 @njit(inline="always")
 def _convolve(
-    channels: Floats, conv: Float32s, inputs: Floats, first: int, target: Float32s
+    channels: Floats, conv: Float32s, inputs: Floats, begin: int, first: int, target: Float32s
 ) -> None:
     """target [tokens, n] = silu(conv) of the n channels from `first` on. Their last inputs are kept
-    in `inputs` [width - 1, channels]."""
+    in `inputs` [places, channels]."""
     num_tokens, size = target.shape
-    width = conv.shape[1] - 1
+    width, num_places = conv.shape[1] - 1, inputs.shape[0]
     for token in range(num_tokens):
         for c in range(size):
             target[token, c] = np.float32(0)
         for tap in range(width + 1):
             source = token + tap - width
+            if begin + source < 0:
+                continue
             if source < 0:
+                place = (begin + source) % num_places
                 for c in range(size):
-                    value = widened(inputs[source + width, first + c])
+                    value = widened(inputs[place, first + c])
                     target[token, c] += value * conv[first + c, tap]
             else:
                 for c in range(size):
@@ -176,10 +187,10 @@ def _convolve(
             power = power_of_two(-abs(x) * np.float32(LOG2_E))
             part = np.float32(1) / (np.float32(1) + power)
             target[token, c] = x * (part if x >= 0 else power * part)
-    for place in range(width):
-        source = num_tokens + place
+    for token in range(max(num_tokens - num_places, 0), num_tokens):
+        place = (begin + token) % num_places
         for c in range(first, first + size):
-            inputs[place, c] = inputs[source, c] if source < width else channels[source - width, c]
+            inputs[place, c] = channels[token, c]
 
 
 @njit(inline="always")
