@@ -30,7 +30,6 @@ from aserve.gpu.cudagraph.graphs import GraphParts, StepGraphs
 from aserve.gpu.cudagraph.limits import GraphLimits
 from aserve.gpu.cudagraph.shapes import shape_table
 from aserve.gpu.cudagraph.warmup import names_the_option, run_largest_steps
-from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.gpu.decode.base import DecodeMode
 from aserve.gpu.device.base import Device
 from aserve.gpu.device.fused_step import FusedStep
@@ -62,10 +61,10 @@ from aserve.gpu.parallel.stages import UNDIVIDED, Pipeline, groups_of, watch_of
 from aserve.gpu.runner import DraftParts, ModelRunner, RunnerParts
 from aserve.gpu.sampling.params import RowTables
 from aserve.gpu.spec.mode import Speculative
-from aserve.gpu.spec.prediction import Predicted, verifying
+from aserve.gpu.spec.prediction import Predicted
 from aserve.gpu.spec.registry import ALGORITHMS
 from aserve.gpu.spec.rejection import verification_for
-from aserve.gpu.spec.request import DraftRequest, SpecOptions, refuse_drafts
+from aserve.gpu.spec.request import DraftRequest, SpecOptions, refuse_drafts, tree_flags
 from aserve.gpu.step.future_map import SEQ_LEN, FutureMap
 from aserve.gpu.step.resolve import DeviceState
 from aserve.gpu.weights.format import WeightFormat, WeightRequest, dtype_name
@@ -191,10 +190,10 @@ def build_on(
     live_loader = LiveLoader(whole, loras, model_reader(loader, plan), balanced)
     about = f"{code.name} code ({code.why}), {'random weights, ' * is_dummy}{form.about}"
     drafter = None
-    is_recurrent = refuse_beside_recurrent(
+    refuse_beside_recurrent(
         whole,
         {
-            "--speculative-algorithm": options.speculative is not None,
+            **tree_flags(options.speculative),
             "--enable-two-batch-overlap": options.two_batches,
             "--enable-dp-attention": options.data_parallel,
             "--pipeline-parallel-size": options.pipeline != UNDIVIDED,
@@ -218,12 +217,12 @@ def build_on(
         )
         drafter = loaded.model
         verification = verification_for(speculative, loaded, vocab_size=model.vocab_size)
-        mode = verifying(loaded.drafter, ops.suffix_match, loaded.fuse, verification)
+        mode = Predicted(loaded.drafter, ops.suffix_match, loaded.fuse, verification)
         about = f"{about}, {speculative.algorithm} drafts {loaded.about}"
         if verification is not None:
             about += f", {speculative.verification} verification"
     model = JointDecoder(model, options.ranks, loras) if options.data_parallel else model
-    mode = mode or (Autoregressive() if is_recurrent else Predicted(None, ops.suffix_match))
+    mode = mode or Predicted(None, ops.suffix_match)
     mode = options.pipeline.mode_of(mode, model, options.ranks)
     options = dataclasses.replace(
         options,

@@ -4,6 +4,7 @@ both go together, tokens are those of the plain engine; where they do not, the r
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -27,7 +28,7 @@ from tests.architecture.source import ROOT
 from tests.engine_device import engine_device
 from tests.gpu.drive import Served, request, serve
 from tests.gpu.test_trained_blocks_and_pictures import PLAIN, captioned
-from tests.parity.references import make_reference
+from tests.parity.references import new_model
 from tools.train_models.folder import MODELS_DIR
 
 pytestmark = pytest.mark.slow
@@ -35,8 +36,12 @@ pytestmark = pytest.mark.slow
 PAGE = ROOT / "docs" / "speculation.md"
 TREES = "trees"
 YES = "yes"
-# Written by the fixture: no trained model of this kind lies in the tree.
+# Written by the fixture, with random weights: no trained model of this kind lies in the tree.
 RECURRENT = Path("recurrent")
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+)
 # The models of the table's rows, and what they are run with.
 SYSTEMS: dict[str, tuple[Path, dict[str, Any]]] = {
     "mixtures of experts": (MODELS_DIR / "moe", {}),
@@ -56,7 +61,7 @@ REASONS = {
     "no: latents": "reads the keys and values of the model, whose KV are latents",
     "no: chosen keys": "tree masks with sparse attention",
     "no: three axes": "a model that reads pictures, whose tokens have positions of three axes",
-    "no: one state": "whose state belongs to the end of a sequence alone",
+    "no: one path": "whose states follow a single sequence of tokens",
     "no: blocks": "does not go with a diffusion language model, which fills blocks",
 }
 # Chunks beside decodes, with a prefix that requests share.
@@ -111,9 +116,13 @@ def plain(system: str) -> Served:
 
 @pytest.fixture(scope="module", autouse=True)
 def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Makes the model of the row "recurrent layers"."""
+    """Makes the model of the row "recurrent layers", with the sizes of the bundled model."""
     folder = tmp_path_factory.mktemp("recurrent")
-    make_reference("qwen3.5", folder)
+    sizes = json.loads((MODEL_DIR / "config.json").read_text())
+    kept = {name: sizes[name] for name in SIZES}
+    new_model(
+        "qwen3.5", **kept, layer_types=["linear_attention", "full_attention"] * 3
+    ).save_pretrained(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SYSTEMS, "recurrent layers", (folder, {}))
         yield

@@ -227,7 +227,6 @@ def test_new_weights_replace_those_of_recurrent_layers(kind: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"speculative": SpecOptions("NGRAM")}, "--speculative-algorithm"),
         ({"two_batches": True}, "--enable-two-batch-overlap"),
         ({"deterministic": True, "dtype": "float32"}, "--deterministic"),
     ],

@@ -20,6 +20,8 @@ from aserve.picture import PixelScale, make_picture
 from aserve.tiny import MODEL_DIR
 from tests.engine_device import engine_device
 from tests.gpu.drive import Served, request, serve
+from tests.gpu.spec.test_nextn import qwen
+from tests.gpu.spec.test_nextn import write as write_modules
 from tools.train_models.dllm import THRESHOLD, Dllm, write
 from tools.train_models.folder import MODELS_DIR, complete_folder, load_member
 from tools.train_models.llada import BLOCK_SIZE, Llada
@@ -129,14 +131,22 @@ def test_captions_of_pictures_that_it_never_saw_are_exact(captions: Served) -> N
     assert sum(right) >= SHARE * NUM_PICTURES
 
 
-@pytest.mark.parametrize("drafts", [None, SpecOptions("NGRAM")], ids=["plain", "NGRAM"])
+@pytest.fixture(scope="module")
+def module(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A single module of multi-token prediction, under Qwen's names."""
+    return write_modules(tmp_path_factory.mktemp("module") / "mtp", qwen, num_modules=1)
+
+
+@pytest.mark.parametrize("algorithm", [None, "NGRAM", "NEXTN"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_captions_are_those_of_the_plain_engine(
-    kind: str, drafts: SpecOptions | None, see: Path, captions: Served
+    kind: str, algorithm: str | None, see: Path, module: Path, captions: Served
 ) -> None:
     """The first picture is asked for again at the end, and comes from the cache."""
     some = [asked for asked, _ in captioned()[:5]]
     again = msgspec.structs.replace(some[0], request_id="again")
+    own = module if algorithm == "NEXTN" else None
+    drafts = algorithm and SpecOptions(algorithm, draft_model_dir=own, num_steps=3)
     served = run(see, [*some, again], speculative=drafts, **KINDS[kind])
     expected = {(each.request_id, 0): captions.outputs[each.request_id, 0] for each in some}
     assert served.outputs == {**expected, ("again", 0): expected["r0", 0]}

@@ -263,10 +263,10 @@ def call_index_scores() -> None:
 
 
 def call_advance_rows() -> None:
-    """The sizes of Qwen3.5, with few rows and many."""
+    """The sizes of Qwen3.5, with few rows and many, without and with drafts."""
     sizes = (16, 128, 128)
     num_channels = 3 * 16 * 128
-    for num_rows in (1, 16):
+    for num_rows, num_places in ((1, 1), (16, 1), (16, 4)):
         tokens = DeltaTokens(
             zeros(num_rows, 2 * num_channels)[:, :num_channels],
             zeros(num_channels, 4),
@@ -274,8 +274,8 @@ def call_advance_rows() -> None:
             zeros(num_rows, 16),
         )
         lens = torch.ones(num_rows, dtype=torch.int64)
-        matrices = zeros(17, 1, *sizes, dtype=torch.float32)
-        states = DeltaStates(matrices, zeros(17, 4, num_channels))
+        matrices = zeros(17, num_places, *sizes, dtype=torch.float32)
+        states = DeltaStates(matrices, zeros(17, num_places + 3, num_channels))
         rows = DeltaRows(lens, lens, lens, torch.arange(num_rows + 1), lens, lens.int().numpy())
         advance_rows(tokens, rows, states)
 

@@ -274,12 +274,12 @@ def drop_identity_experts(path: Path) -> None:
     save_file(kept, path)
 
 
-def new_model(kind: str) -> Any:
+def new_model(kind: str, **sizes: Any) -> Any:
     import transformers
 
     family, fields = {**KINDS, **OTHER_KINDS}[kind]
     causal_lm = getattr(transformers, f"{family}ForCausalLM")
-    config = causal_lm.config_class(**{**BASE, **fields})
+    config = causal_lm.config_class(**{**BASE, **fields, **sizes})
     config._attn_implementation = "eager"
     torch.manual_seed(1)
     model = causal_lm(config).eval()

@@ -108,19 +108,18 @@ def empty_states(
     return states
 
 
-def refuse_beside_recurrent(model: CausalModel, options: Mapping[str, bool]) -> bool:
-    """Returns whether the model has recurrent layers. `options`: those that such a model cannot
-    have, and whether they are on."""
+def refuse_beside_recurrent(model: CausalModel, options: Mapping[str, bool]) -> None:
+    """Raises ConfigError if the model has recurrent layers, and one of the options is on that such
+    a model cannot have."""
     if not recurrent_layers_of(model):
-        return False
+        return
     for flag, is_on in options.items():
         if is_on:
             raise ConfigError(
                 f"{flag} is for models whose layers all keep KV: this one has recurrent layers, "
-                f"whose state belongs to the end of a sequence alone; leave out {flag}",
+                f"whose states follow a single sequence of tokens; leave out {flag}",
                 param=flag.removeprefix("--").replace("-", "_"),
             )
-    return True
 
 
 def with_recurrent(
@@ -138,8 +137,9 @@ def with_recurrent(
 
 
 def without_history(spec: EngineSpec, model: CausalModel) -> EngineSpec:
-    """Returns the spec of an engine whose rows keep a state, if the model has recurrent layers."""
+    """Returns the spec of an engine whose rows keep states, if the model has recurrent layers. A
+    row with a prediction drafts as others do: it would need a state for each of its drafts."""
     if not recurrent_layers_of(model):
         return spec
-    decode = msgspec.structs.replace(spec.decode, is_recurrent=True)
+    decode = msgspec.structs.replace(spec.decode, is_recurrent=True, max_predicted=0)
     return msgspec.structs.replace(spec, prefix_cache=False, decode=decode)

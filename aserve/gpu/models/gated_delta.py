@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import msgspec
@@ -30,7 +31,7 @@ from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
 from aserve.gpu.layers.linear import LinearOp
 from aserve.gpu.models.base import Attend, CausalModel
 from aserve.gpu.models.config.fields import Fields
-from aserve.gpu.models.decoder_spec import DecoderSpec
+from aserve.gpu.models.decoder_spec import DecoderSpec, MakeMixer
 from aserve.gpu.weights.source import WeightSource
 from aserve_kernels.delta_rule import DeltaTokens
 
@@ -155,6 +156,10 @@ class GatedDeltaNet:
         gate = functional.silu(parts.z.to(y.dtype))
         normed = functional.rms_norm(y, self._norm.shape, self._norm, self._eps)
         return self.out((normed * gate).to(x.dtype).flatten(1))
+
+
+def is_recurrent(mixer: MakeMixer) -> bool:
+    return isinstance(mixer, partial) and mixer.func is GatedDeltaNet
 
 
 @dataclass(frozen=True, slots=True)

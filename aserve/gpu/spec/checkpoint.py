@@ -29,6 +29,7 @@ from aserve.gpu.models.config.model import ModelConfig, parse_config, read_field
 from aserve.gpu.models.config.quantization import quantization_of
 from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.models.ngram_embedding import NgramModel
+from aserve.gpu.models.vision_language import VisionLanguageModel
 from aserve.gpu.moe.shortcut_decoder import ShortcutDecoder
 from aserve.gpu.weights.checkpoint import Checkpoint
 from aserve.gpu.weights.dummy import DummyWeights
@@ -129,7 +130,7 @@ def read_integers(model_dir: Path, name: str, device: torch.device) -> Tensor | 
 
 def decoder_of(target: CausalModel) -> Decoder | None:
     """Returns the decoder that the target is or has. None: it has no native code."""
-    inner = target.text if isinstance(target, NgramModel) else target
+    inner = target.text if isinstance(target, NgramModel | VisionLanguageModel) else target
     if isinstance(inner, ShortcutDecoder):
         return inner.decoder
     return inner if isinstance(inner, Decoder) else None
@@ -191,7 +192,8 @@ def check_layer_ids(fields: Fields, layer_ids: tuple[int, ...], target: CausalMo
 
 
 def num_layers_of(target: CausalModel) -> int:
-    return len(target.layers)
+    decoder = decoder_of(target)
+    return len(target.layers if decoder is None else decoder.blocks)
 
 
 def draft_windows(fields: Fields) -> Windows:

@@ -16,6 +16,7 @@ from aserve.gpu.models.base import CausalModel
 from aserve.gpu.models.config.model import architecture_of, parse_config, read_fields
 from aserve.gpu.models.decoder_spec import DecoderSpec
 from aserve.gpu.models.registry import FAMILIES, DecoderFamily
+from aserve.gpu.models.vision_language import VisionLanguageFamily
 from aserve.gpu.spec.base import AFTER_NORM, HiddenInputs
 from aserve.gpu.spec.checkpoint import (
     DraftWeights,
@@ -40,6 +41,7 @@ def load(request: DraftRequest) -> LoadedDrafter:
     target = request.target
     model_dir = request.model_dir(bundled="mtp", default=request.target_dir)
     if is_assistant(read_fields(model_dir)):
+        request.refuse_pictures()
         return load_assistant(request)
     layer = _family_layer(model_dir)
     decoder = read_draft_config(model_dir) if layer is None else layer.config
@@ -51,6 +53,8 @@ def load(request: DraftRequest) -> LoadedDrafter:
         stored = find_modules(str(model_dir), checkpoint.tensors, has_layer=layer is not None)
     num_stored = len(stored.prefixes)
     is_single = num_stored == 1
+    if not is_single:
+        request.refuse_pictures()
     num_drafts = 1 if is_single else request.chain_len(default=num_stored)
     if num_drafts > num_stored:
         raise ConfigError(
@@ -88,9 +92,10 @@ def _family_layer(model_dir: Path) -> DecoderSpec | None:
     """Returns the spec of the model's family if its last layer has a mixer or an MLP of its own."""
     fields = read_fields(model_dir)
     family = FAMILIES.get(architecture_of(fields))
-    if not isinstance(family, DecoderFamily):
+    if not isinstance(family, DecoderFamily | VisionLanguageFamily):
         return None
-    spec = family.spec(parse_config(fields, defaults=family.defaults))
+    make = family.spec if isinstance(family, DecoderFamily) else family.text
+    spec = make(parse_config(fields, defaults=family.defaults))
     return spec if spec.mixers or spec.mlps else None
 
 

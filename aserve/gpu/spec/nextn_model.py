@@ -30,6 +30,7 @@ from aserve.gpu.models.config.model import ModelConfig
 from aserve.gpu.models.decoder import Block
 from aserve.gpu.models.decoder_spec import NORMS_BEFORE, Biases, DecoderSpec, LayerNorms, QkNorm
 from aserve.gpu.models.draft_decoder import DraftDecoder, JoinedInputs, unchanged
+from aserve.gpu.models.gated_delta import is_recurrent
 from aserve.gpu.spec.base import HiddenInputs
 from aserve.gpu.spec.checkpoint import (
     DRAFT_PATH,
@@ -130,8 +131,8 @@ def find_modules(source: str, names: Iterable[str], *, has_layer: bool = False) 
 
 @dataclass(frozen=True, slots=True)
 class ModuleConfig:
-    """`layer` is the spec of the model's family where its layers have latent attention or experts;
-    the modules' layers are as its last one."""
+    """`layer` is the spec of the model's family where its layers have mixers or MLPs of their own;
+    the modules' layers are as its last one that keeps KV."""
 
     decoder: ModelConfig
     num_modules: int
@@ -224,9 +225,13 @@ def _layer_spec(
     windows = (None,) * (config.num_modules + 1)
     norms = LayerNorms(before_mlp=NORMS_BEFORE.before_mlp)
     if (layer := config.layer) is not None:
-        mixers, mlps = (last[-1:] * len(windows) for last in (layer.mixers, layer.mlps))
+        mixers = tuple(mixer for mixer in layer.mixers if not is_recurrent(mixer))
         return msgspec.structs.replace(
-            layer, windows=windows, norms=norms, mixers=mixers, mlps=mlps
+            layer,
+            windows=windows,
+            norms=norms,
+            mixers=mixers[-1:] * len(windows),
+            mlps=layer.mlps[-1:] * len(windows),
         )
     return DecoderSpec(
         config.decoder,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.decode.autoregressive import Autoregressive
-from aserve.gpu.decode.base import DecodeMode, OnPublish, StepRunner
+from aserve.gpu.decode.base import OnPublish, StepRunner
 from aserve.gpu.device.fused_step import FusedWindows
 from aserve.gpu.device.ops import MakeFusedDraft
 from aserve.gpu.spec.base import (
@@ -54,16 +54,6 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 NUM_PREDICTED = 24
 WINDOW = MatchWindow(shortest=1, longest=16)
-
-
-def verifying(
-    drafter: Drafter,
-    match: SuffixMatch,
-    fuse: FuseDrafter | None,
-    verification: Verification | None = None,
-) -> DecodeMode:
-    """Returns the decode mode that verifies a drafter's drafts, and predictions beside them."""
-    return Predicted(drafter, match, fuse, verification)
 
 
 class Predicting:

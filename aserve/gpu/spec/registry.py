@@ -20,11 +20,12 @@ def _load_in(
     request: DraftRequest,
     *,
     has_token_map: bool = False,
-    reads_ids_alone: bool = False,
+    takes_pictures: bool = False,
 ) -> LoadedDrafter:
+    """`takes_pictures`: it drafts for models that read pictures, or refuses some of them itself."""
     if not has_token_map:
         request.refuse_token_map()
-    if not reads_ids_alone:
+    if not takes_pictures:
         request.refuse_pictures()
     loaded: LoadedDrafter = importlib.import_module(f"aserve.gpu.spec.{module}").load(request)
     return loaded
@@ -35,9 +36,9 @@ ALGORITHMS: Mapping[str, Callable[[DraftRequest], LoadedDrafter]] = {
     "EAGLE": partial(_load_in, "eagle", has_token_map=True),
     "EAGLE3": partial(_load_in, "eagle3"),
     "FROZEN_KV_MTP": partial(_load_in, "frozen_kv"),
-    "NEXTN": partial(_load_in, "nextn"),
-    "NGRAM": partial(_load_in, "ngram", reads_ids_alone=True),
-    "STANDALONE": partial(_load_in, "standalone", reads_ids_alone=True),
+    "NEXTN": partial(_load_in, "nextn", takes_pictures=True),
+    "NGRAM": partial(_load_in, "ngram", takes_pictures=True),
+    "STANDALONE": partial(_load_in, "standalone", takes_pictures=True),
 }
 
 # The methods of verification. All but the first one need the distributions of the drafts.

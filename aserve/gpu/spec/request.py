@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,16 @@ class SpecOptions(msgspec.Struct, frozen=True):
     max_match_len: int | None = None
     shared_table_size: int | None = None  # n-grams that a namespace keeps for its rows; 0: none
     verification: str = "coupled"  # one of registry.VERIFICATIONS
+
+
+def tree_flags(options: SpecOptions | None) -> Mapping[str, bool]:
+    """Returns the options that ask for draft trees, and whether they are on."""
+    if options is None:
+        return {}
+    return {
+        "--speculative-topk": options.topk not in (None, 1),
+        "--speculative-token-tree": options.token_tree is not None,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +101,8 @@ class DraftRequest:
         if isinstance(self.target, VisionLanguageModel):
             raise ConfigError(
                 f"--speculative-algorithm {self.options.algorithm} does not draft for a model that "
-                "reads pictures, whose tokens have positions of three axes; take NGRAM or "
-                "STANDALONE, which read token ids alone",
+                "reads pictures, whose tokens have positions of three axes; take NGRAM, STANDALONE "
+                "or a single module of multi-token prediction (NEXTN)",
                 param="speculative_algorithm",
             )
 
