@@ -1,4 +1,5 @@
-"""Random LoRA adapters of the bundled model in PEFT's format, and the model with one merged in.
+"""Random LoRA adapters of the bundled model, or of another one, in PEFT's format, and the model
+with one merged in.
 
 transformers' peft is not needed: the files are what its `save_pretrained` writes.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,6 @@ from aserve.tiny import MODEL_DIR
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
-NUM_LAYERS = 6
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,12 @@ RECIPES = (
 )
 
 
-def write_adapter(directory: Path, recipe: Recipe) -> Path:
+def write_adapter(directory: Path, recipe: Recipe, *, model_dir: Path = MODEL_DIR) -> Path:
     """Writes an adapter that changes the model's tokens; returns the directory."""
-    base = load_file(MODEL_DIR / "model.safetensors")
+    base = load_file(model_dir / "model.safetensors")
     generator = torch.Generator().manual_seed(recipe.seed)
     tensors: dict[str, Tensor] = {}
-    for name in modules_of(recipe):
+    for name in modules_of(recipe, base):
         num_out, num_in = base[f"{name}.weight"].shape
         rank = rank_of(recipe, name)
         size = 0.5 / math.sqrt(rank * num_in)
@@ -75,26 +76,26 @@ def write_adapter(directory: Path, recipe: Recipe) -> Path:
     return directory
 
 
-def write_merged(directory: Path, adapter: Path, recipe: Recipe) -> Path:
-    """Writes the bundled model with the adapter's weights added to its own, in float64."""
-    shutil.copytree(MODEL_DIR, directory, ignore=shutil.ignore_patterns("*.safetensors", "*.md"))
+def write_merged(
+    directory: Path, adapter: Path, recipe: Recipe, *, model_dir: Path = MODEL_DIR
+) -> Path:
+    """Writes the model with the adapter's weights added to its own, in float64."""
+    shutil.copytree(model_dir, directory, ignore=shutil.ignore_patterns("*.safetensors", "*.md"))
     weights = {
-        name: tensor.double() for name, tensor in load_file(MODEL_DIR / "model.safetensors").items()
+        name: tensor.double() for name, tensor in load_file(model_dir / "model.safetensors").items()
     }
     found = load_file(adapter / "adapter_model.safetensors")
-    for name in modules_of(recipe):
+    for name in modules_of(recipe, weights):
         a, b = (found[f"base_model.model.{name}.lora_{letter}.weight"].double() for letter in "AB")
         weights[f"{name}.weight"] += scale_of(recipe, name) * (b @ a)
     save_file(weights, directory / "model.safetensors")
     return directory
 
 
-def modules_of(recipe: Recipe) -> list[str]:
-    return [
-        f"model.layers.{layer}.{'self_attn' if target in ATTENTION else 'mlp'}.{target}"
-        for layer in range(NUM_LAYERS)
-        for target in recipe.targets
-    ]
+def modules_of(recipe: Recipe, weights: Iterable[str]) -> list[str]:
+    """`weights` are the names of the model's tensors."""
+    layers = (name.removesuffix(".weight") for name in sorted(weights))
+    return [layer for layer in layers if layer.rpartition(".")[2] in recipe.targets]
 
 
 def rank_of(recipe: Recipe, name: str) -> int:
