@@ -83,7 +83,8 @@ def advance_rows_ref(tokens: DeltaTokens, rows: DeltaRows, states: DeltaStates) 
     """Advances the states of the rows by their tokens -> y [tokens, value heads, d_v], of the
     states' dtype. The host reads `query_lens_cpu` alone, so that the operators can be captured."""
     _, _, num_heads, key_dim, value_dim = states.matrices.shape
-    channels = functional.silu(_convolved(tokens, rows, states)).to(states.matrices.dtype)
+    mixed = convolve_rows(tokens.channels, tokens.conv, rows, states.inputs)
+    channels = functional.silu(mixed).to(states.matrices.dtype)
     qk, v = channels.split((channels.shape[1] - num_heads * value_dim, num_heads * value_dim), -1)
     q, k = (_normalised(x.unflatten(-1, (-1, key_dim))) for x in qk.chunk(2, dim=-1))
     per_key = num_heads // q.shape[1]
@@ -113,27 +114,27 @@ def _advance_run(inputs: DeltaInputs, rows: Tensor, begins: Tensor, matrices: Te
     return torch.cat(parts, dim=1)
 
 
-def _convolved(tokens: DeltaTokens, rows: DeltaRows, states: DeltaStates) -> Tensor:
-    """Returns conv of the channels, [tokens, channels], and writes the rows' last inputs.
+def convolve_rows(x: Tensor, conv: Tensor, rows: DeltaRows, inputs: Tensor) -> Tensor:
+    """x [tokens, channels], conv [channels, width] -> the causal convolution [tokens, channels], at
+    least float32. Writes the rows' last inputs to `inputs` [max_rows + 1, M, channels].
 
     Each row's last inputs and its new ones stand one after the other in a table.
     """
-    x, num_places = tokens.channels, states.inputs.shape[1]
-    width = tokens.conv.shape[1] - 1
+    num_places, width = inputs.shape[1], conv.shape[1] - 1
     steps = torch.arange(width, device=x.device)
     numbers = torch.arange(len(rows.rows), device=x.device)
     begins = rows.cu_query_lens[:-1] + numbers * width
     places = torch.arange(len(x), device=x.device) + (rows.token_to_row + 1) * width
     positions = rows.kv_lens[:, None] - width + steps
-    before = states.inputs[rows.rows[:, None], positions % num_places]
+    before = inputs[rows.rows[:, None], positions % num_places]
     before.masked_fill_((positions < 0)[..., None], 0)
     table = x.new_empty(len(x) + len(rows.rows) * width, x.shape[1])
     table.index_copy_(0, (begins[:, None] + steps).flatten(), before.flatten(0, 1))
     table.index_copy_(0, places, x)
-    _keep_inputs(x, rows, states.inputs)
+    _keep_inputs(x, rows, inputs)
     wide = torch.promote_types(x.dtype, torch.float32)
     out = torch.zeros_like(x, dtype=wide)
-    for tap, weight in enumerate(tokens.conv.to(wide).unbind(1)):
+    for tap, weight in enumerate(conv.to(wide).unbind(1)):
         out.addcmul_(table.index_select(0, places - width + tap).to(wide), weight)
     return out
 

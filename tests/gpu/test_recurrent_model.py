@@ -48,10 +48,11 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["qwen3.5", "lfm2"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The states of LFM2 have no matrices."""
     directory = tmp_path_factory.mktemp("recurrent")
-    make_reference("qwen3.5", directory)
+    make_reference(request.param, directory)
     return directory
 
 
@@ -188,6 +189,7 @@ def test_captured_steps_advance_the_states_as_eager_ones_do(
     assert device.num_replays > 10
 
 
+@pytest.mark.parametrize("folder", ["qwen3.5"], indirect=True)
 def test_kernels_of_other_devices_give_the_same_tokens(
     folder: Path, expected: dict[tuple[str, int], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,14 +210,20 @@ def test_kernels_of_other_devices_give_the_same_tokens(
     assert len(calls) > NUM_TOKENS
 
 
-@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3-next"])
+@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3-next", "lfm2-moe"])
 def test_new_weights_replace_those_of_recurrent_layers(kind: str, tmp_path: Path) -> None:
     reference = make_reference(kind, tmp_path)
     file = tmp_path / "model.safetensors"
     old = load_model(tmp_path)
     before = logits_of(old, reference.prompt)
     weights = {name: 0.9 * weight for name, weight in load_file(file).items()}
-    save_file({**load_file(file), **{n: w for n, w in weights.items() if "linear_attn" in n}}, file)
+    save_file(
+        {
+            **load_file(file),
+            **{n: w for n, w in weights.items() if "linear_attn" in n or ".conv." in n},
+        },
+        file,
+    )
     new = load_model(tmp_path)
     for copy in list(copies(old, new)):
         copy()

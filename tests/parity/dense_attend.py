@@ -13,10 +13,11 @@ from torch.nn.functional import silu
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
 from aserve.gpu.kv.store import RopeAndStoreKv, rope_then_store_kv
 from aserve.gpu.models.base import CausalModel
-from aserve.gpu.models.gated_delta import RecurrentSpec
+from aserve.gpu.models.gated_delta import DeltaShape
 from aserve.gpu.models.indexer import IndexInputs
 from aserve.gpu.models.latent_attention import LatentInputs, attend_absorbed
 from aserve.gpu.models.ngram_embedding import id_window_of
+from aserve.gpu.models.recurrent import RecurrentSpec
 from aserve_kernels.delta_rule import DeltaTokens
 
 
@@ -50,12 +51,9 @@ class DenseAttend:
     def advance(self, layer: RecurrentSpec, inputs: DeltaTokens) -> Tensor:
         """By the formulas of the whole history, token after token."""
         shape, name = layer.shape, layer.index
-        width = shape.linear_conv_kernel_dim
+        assert isinstance(shape, DeltaShape)
         num_new = len(inputs.channels)
-        history = self.inputs[name] = _appended(self.inputs.get(name), inputs.channels)
-        padded = torch.nn.functional.pad(history, (0, 0, width, 0))[-num_new - width :]
-        windows = [padded[t + 1 : t + 1 + width] for t in range(num_new)]
-        mixed = torch.stack([silu((window * inputs.conv.T).sum(0)) for window in windows])
+        mixed = silu(self.convolve(layer, inputs.channels, inputs.conv))
         sizes = (shape.key_size, shape.key_size, shape.value_size)
         q, k, v = mixed.split(sizes, dim=-1)
         repeats = shape.linear_num_value_heads // shape.linear_num_key_heads
@@ -75,6 +73,13 @@ class DenseAttend:
             state = self.states[name] = state + torch.einsum("hk,hv->hkv", k[t], change)
             outputs.append(torch.einsum("hk,hkv->hv", q[t], state))
         return torch.stack(outputs) * shape.linear_key_head_dim**-0.5
+
+    def convolve(self, layer: RecurrentSpec, x: Tensor, conv: Tensor) -> Tensor:
+        name, width = layer.index, conv.shape[1]
+        history = self.inputs[name] = _appended(self.inputs.get(name), x)
+        padded = torch.nn.functional.pad(history, (0, 0, width, 0))[-len(x) - width :]
+        windows = [padded[t + 1 : t + 1 + width] for t in range(len(x))]
+        return torch.stack([(window * conv.T).sum(0) for window in windows])
 
     def attend_sparse(self, layer: LayerSpec, inputs: LatentInputs, index: IndexInputs) -> Tensor:
         """A stable sort chooses the keys, and a mask hides the others."""

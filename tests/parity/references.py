@@ -146,6 +146,12 @@ HYBRID: dict[str, Any] = {
 THREE_AXES = {"rope_parameters": {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}}
 SHARED = {**EXPERTS, "shared_expert_intermediate_size": 40}
 
+CONVS: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "tie_word_embeddings": True,
+}
+
 # What differs from BASE: (architecture, its fields).
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -216,6 +222,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {**HYBRID, "layer_types": None, "full_attention_interval": 2, "attention_bias": True},
     ),
     "qwen3.5-moe": ("Qwen3_5Moe", {**HYBRID, **THREE_AXES, **SHARED}),
+    "lfm2": ("Lfm2", {**CONVS, "block_multiple_of": 16}),
+    "lfm2-indexed": (
+        "Lfm2",
+        {**CONVS, "layer_types": None, "full_attn_idxs": [0, 2], "conv_bias": True},
+    ),
+    "lfm2-moe": ("Lfm2Moe", {**CONVS, **EXPERTS, "num_dense_layers": 1}),
     "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]}),
 }
 

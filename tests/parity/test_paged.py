@@ -28,11 +28,11 @@ pytestmark = pytest.mark.slow  # each reference takes a moment to make
 ROW, NEIGHBOUR = 3, 1
 CHUNKED = (
     *("llama-dynamic", "llama-longrope", "qwen3-mixed", "mistral", "gemma2", "gemma3-linear"),
-    *("phi3-longrope", "olmo2", "starcoder2", "qwen3-next", "qwen3.5"),
+    *("phi3-longrope", "olmo2", "starcoder2", "qwen3-next", "qwen3.5", "lfm2"),
 )
 MIXED = (
     *("llama-yarn", "llama-llama3", "qwen3-sliding", "qwen2-sliding", "gemma2", "gemma3", "phi3"),
-    *("granite", "cohere2", "gpt-neox", "qwen3-moe", "qwen3-next", "qwen3.5"),
+    *("granite", "cohere2", "gpt-neox", "qwen3-moe", "qwen3-next", "qwen3.5", "lfm2"),
 )
 # Not every backend supports latents.
 LATENT = [

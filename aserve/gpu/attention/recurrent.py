@@ -22,11 +22,17 @@ from aserve.gpu.attention.select import Attention
 from aserve.gpu.device.ops import DeviceOps
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
 from aserve.gpu.models.base import Attend, CausalModel
-from aserve.gpu.models.gated_delta import RecurrentSpec, recurrent_layers_of
+from aserve.gpu.models.recurrent import RecurrentSpec, recurrent_layers_of
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.gpu.weights.source import wide_dtype
 from aserve.messages.executor import EngineSpec
-from aserve_kernels.delta_rule import AdvanceRows, DeltaRows, DeltaStates, DeltaTokens
+from aserve_kernels.delta_rule import (
+    AdvanceRows,
+    DeltaRows,
+    DeltaStates,
+    DeltaTokens,
+    convolve_rows,
+)
 
 
 class RecurrentBackend:
@@ -90,6 +96,9 @@ class _Advance:
     def advance(self, layer: RecurrentSpec, tokens: DeltaTokens, /) -> Tensor:
         return self._advance(tokens, self._rows, self._states[layer.index])
 
+    def convolve(self, layer: RecurrentSpec, x: Tensor, conv: Tensor, /) -> Tensor:
+        return convolve_rows(x, conv, self._rows, self._states[layer.index].inputs)
+
 
 def empty_states(
     model: CausalModel, spec: EngineSpec, zeros: Callable[[tuple[int, ...], torch.dtype], Tensor]
@@ -99,11 +108,10 @@ def empty_states(
     states: dict[int, DeltaStates] = {}
     for layer in recurrent_layers_of(model):
         shape = layer.shape
-        heads, width = shape.linear_num_value_heads, shape.linear_conv_kernel_dim
-        sizes = (heads, shape.linear_key_head_dim, shape.linear_value_head_dim)
+        num_inputs = num_places + shape.num_taps - 1
         states[layer.index] = DeltaStates(
-            zeros((num_rows, num_places, *sizes), wide_dtype(model.dtype)),
-            zeros((num_rows, num_places + width - 1, shape.num_channels), model.dtype),
+            zeros((num_rows, num_places, *shape.matrix_sizes), wide_dtype(model.dtype)),
+            zeros((num_rows, num_inputs, shape.num_channels), model.dtype),
         )
     return states
 

@@ -53,8 +53,8 @@ from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
 from aserve.gpu.layers.rope import RopeInputs
 from aserve.gpu.lora.tables import LoraTables
 from aserve.gpu.models.base import CausalModel, HiddenCapture
-from aserve.gpu.models.gated_delta import recurrent_layers_of
 from aserve.gpu.models.ngram_embedding import id_window_of
+from aserve.gpu.models.recurrent import recurrent_layers_of
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.gpu.step.id_windows import id_windows
 from aserve.gpu.step.plan import StepPlan

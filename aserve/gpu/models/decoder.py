@@ -39,6 +39,7 @@ from aserve.gpu.models.base import Attend, HiddenCapture, wide_logits
 from aserve.gpu.models.config.model import ModelConfig
 from aserve.gpu.models.decoder_spec import DecoderSpec
 from aserve.gpu.models.gated_delta import GatedDeltaNet
+from aserve.gpu.models.short_conv import ShortConv
 from aserve.gpu.weights.source import WeightSource, kv_scales
 
 
@@ -92,7 +93,9 @@ class Decoder:
         )
         self.layers = tuple(b.mixer.layer for b in self.blocks if b.mixer.layer is not None)
         mixers = [block.mixer for block in self.blocks]
-        self.recurrent_layers = tuple(m.spec for m in mixers if isinstance(m, GatedDeltaNet))
+        self.recurrent_layers = tuple(
+            m.spec for m in mixers if isinstance(m, GatedDeltaNet | ShortConv)
+        )
         self.head = _head(config, self.embeddings, weights)
 
     def forward(

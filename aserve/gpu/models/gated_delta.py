@@ -7,9 +7,6 @@ For each token, with x its hidden state:
     y = the recurrence of channels, g and the rate (aserve_kernels/delta_rule.py)
     out = (norm(y) * silu(z)) W_o^T
 
-A row keeps nothing for its earlier tokens, but one state for all of them. So a forward continues at
-the end of a row, and cannot begin anywhere else.
-
 Source: https://arxiv.org/abs/2412.06464, modeling_qwen3_5.py and modeling_qwen3_next.py in
 transformers
 """
@@ -19,19 +16,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import msgspec
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from aserve.errors import BugError
-from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
 from aserve.gpu.layers.linear import LinearOp
-from aserve.gpu.models.base import Attend, CausalModel
+from aserve.gpu.models.base import Attend
 from aserve.gpu.models.config.fields import Fields
 from aserve.gpu.models.decoder_spec import DecoderSpec, MakeMixer
+from aserve.gpu.models.recurrent import RecurrentSpec, with_states
 from aserve.gpu.weights.source import WeightSource
 from aserve_kernels.delta_rule import DeltaTokens
 
@@ -68,34 +64,14 @@ class DeltaShape(msgspec.Struct, frozen=True):
         """Returns the number of channels of queries, keys and values together, which conv reads."""
         return 2 * self.key_size + self.value_size
 
+    @property
+    def matrix_sizes(self) -> tuple[int, int, int]:
+        sizes = (self.linear_key_head_dim, self.linear_value_head_dim)
+        return (self.linear_num_value_heads, *sizes)
 
-class RecurrentSpec(msgspec.Struct, frozen=True):
-    """The static facts of one recurrent layer."""
-
-    index: int
-    shape: DeltaShape
-
-
-@runtime_checkable
-class HasRecurrentLayers(Protocol):
-    """A `CausalModel` some of whose layers may be recurrent."""
-
-    recurrent_layers: tuple[RecurrentSpec, ...]
-
-
-def recurrent_layers_of(model: CausalModel) -> tuple[RecurrentSpec, ...]:
-    return model.recurrent_layers if isinstance(model, HasRecurrentLayers) else ()
-
-
-@runtime_checkable
-class RecurrentAttend(Protocol):
-    """An `Attend` for models with recurrent layers."""
-
-    def __call__(self, layer: LayerSpec, inputs: AttentionInputs, /) -> Tensor: ...
-
-    def advance(self, layer: RecurrentSpec, tokens: DeltaTokens, /) -> Tensor:
-        """Advances the states of the rows by the forward's tokens -> y [tokens, value heads, d_v],
-        at least float32."""
+    @property
+    def num_taps(self) -> int:
+        return self.linear_conv_kernel_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +123,10 @@ class GatedDeltaNet:
 
     def __call__(self, x: Tensor, cos_sin: Tensor, attend: Attend) -> Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""
-        if not isinstance(attend, RecurrentAttend):
-            raise BugError(f"layer {self.spec.index} is recurrent, and its forward has no states")
         parts = self._project(x)
         log_decay = self._decay * functional.softplus(parts.a.to(self._decay.dtype) + self._dt_bias)
         tokens = DeltaTokens(parts.channels, self._conv, log_decay, parts.b.sigmoid())
-        y = attend.advance(self.spec, tokens)
+        y = with_states(attend, self.spec).advance(self.spec, tokens)
         gate = functional.silu(parts.z.to(y.dtype))
         normed = functional.rms_norm(y, self._norm.shape, self._norm, self._eps)
         return self.out((normed * gate).to(x.dtype).flatten(1))

@@ -25,6 +25,7 @@ from aserve.gpu.models.families import (
     glm4_moe,
     gpt_oss,
     granite,
+    lfm2,
     llada2,
     llama,
     longcat_flash,
@@ -184,6 +185,20 @@ FAMILIES: Mapping[str, Family] = {
         llada2.llada2,
         llada2.DEFAULTS,
         llada2.own_name,
+    ),
+    "Lfm2ForCausalLM": DecoderFamily(
+        "LFM2",
+        "short convolutions with gates in most layers, and attention in the others",
+        lfm2.lfm2,
+        lfm2.DEFAULTS,
+        lfm2.own_name,
+    ),
+    "Lfm2MoeForCausalLM": DecoderFamily(
+        "LFM2-MoE",
+        "as LFM2; experts chosen by corrected sigmoid scores in all layers but the first two",
+        lfm2.lfm2_moe,
+        lfm2.MOE_DEFAULTS,
+        lfm2.own_name,
     ),
     "LlamaForCausalLM": DecoderFamily(
         "Llama 2, 3",

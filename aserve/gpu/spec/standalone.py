@@ -15,9 +15,9 @@ from torch import Tensor
 from aserve.errors import ConfigError
 from aserve.gpu.decode.base import StepRunner
 from aserve.gpu.models.base import Attend, CausalModel, DraftModel
-from aserve.gpu.models.gated_delta import recurrent_layers_of
 from aserve.gpu.models.load import make_loader
 from aserve.gpu.models.ngram_embedding import id_window_of
+from aserve.gpu.models.recurrent import recurrent_layers_of
 from aserve.gpu.spec.base import NO_HIDDEN, DraftRows, Drafts, Verified
 from aserve.gpu.spec.checkpoint import DRAFT_PATH, check_vocabulary, check_windows
 from aserve.gpu.spec.drafting import draw_drafts, extend_inputs

@@ -1,0 +1,52 @@
+"""The short convolution with gates: the `Mixer` of most layers of LFM2.
+
+    [b ; c ; u] = W_in x        out = W_out (c * conv(b * u))
+
+conv is causal, and has weights of its own for each channel. A row keeps its last inputs.
+Source: modeling_lfm2.py in transformers
+"""
+
+from __future__ import annotations
+
+import msgspec
+from torch import Tensor
+
+from aserve.gpu.models.base import Attend
+from aserve.gpu.models.decoder_spec import DecoderSpec
+from aserve.gpu.models.recurrent import RecurrentSpec, with_states
+from aserve.gpu.weights.source import WeightSource
+
+
+class ConvShape(msgspec.Struct, frozen=True):
+    num_channels: int
+    num_taps: int
+
+    @property
+    def matrix_sizes(self) -> tuple[int, int, int]:
+        return (0, 0, 0)
+
+
+class ShortConv:
+    """The `Mixer`. It keeps nothing in the KV cache."""
+
+    __slots__ = ("_bias", "_conv", "_into", "layer", "out", "spec")
+
+    def __init__(self, index: int, spec: DecoderSpec, weights: WeightSource, /) -> None:
+        fields, size = spec.config.fields, spec.config.hidden_size
+        prefix, bias = f"model.layers.{index}.conv", fields.flag("conv_bias")
+        shape = ConvShape(size, fields.integer("conv_L_cache", minimum=2))
+        self.layer = None
+        self.spec = RecurrentSpec(index, shape)
+        self._into = weights.linear({f"{prefix}.in_proj": 3 * size}, in_features=size, bias=bias)
+        conv = weights.tensor(f"{prefix}.conv.weight", (size, 1, shape.num_taps))
+        self._conv = conv.squeeze(1)
+        self._bias = weights.tensor(f"{prefix}.conv.bias", (size,)) if bias else None
+        self.out = weights.linear({f"{prefix}.out_proj": size}, in_features=size, bias=bias)
+
+    def __call__(self, x: Tensor, cos_sin: Tensor, attend: Attend) -> Tensor:
+        """x [tokens, hidden] -> [tokens, hidden]."""
+        b, c, u = self._into(x).chunk(3, dim=-1)
+        mixed = with_states(attend, self.spec).convolve(self.spec, b * u, self._conv)
+        if self._bias is not None:
+            mixed = mixed + self._bias
+        return self.out(c * mixed.to(x.dtype))
