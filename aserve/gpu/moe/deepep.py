@@ -3,8 +3,7 @@
 Normal mode, for many tokens: a token goes once to each rank that has one of its experts, and each
 rank returns the weighted sum over its own experts. Shapes depend on the routing, so the host waits
 for it. Low-latency mode, for few tokens: a row goes to each expert, all shapes are fixed by
-`max_tokens`, and nothing waits, so a forward may be captured as a graph. There rows may travel in
-eight bits; the sums come back in the dtype of the model.
+`max_tokens`, and nothing waits, so a forward may be captured as a graph.
 
     normal       x [received tokens, hidden], experts local or -1, weights
     low latency  x [local experts, ranks * max_tokens, hidden], of which the first rows are filled
@@ -26,7 +25,6 @@ from aserve.errors import BugError
 from aserve.gpu.layers.grouped_linear import Groups
 from aserve.gpu.moe.dispatch import OwnRows, own_rows, sort_by_expert, weighted_sums
 from aserve.gpu.moe.routing import Routed
-from aserve.gpu.moe.row_formats import PLAIN_ROWS, RowFormat
 
 
 class Exchange(Protocol):
@@ -124,20 +122,12 @@ class TokenSums:
 class LowLatencyDispatcher:
     """DeepEP's low-latency mode, as a `Dispatcher`. Each rank has at most `max_tokens` tokens."""
 
-    __slots__ = ("_exchange", "_max_tokens", "_num_experts", "_row_format")
+    __slots__ = ("_exchange", "_max_tokens", "_num_experts")
 
-    def __init__(
-        self,
-        num_experts: int,
-        exchange: Exchange,
-        *,
-        max_tokens: int,
-        row_format: RowFormat = PLAIN_ROWS,
-    ) -> None:
+    def __init__(self, num_experts: int, exchange: Exchange, *, max_tokens: int) -> None:
         self._exchange = exchange
         self._num_experts = num_experts
         self._max_tokens = max_tokens
-        self._row_format = row_format
 
     def start(self, x: Tensor, routed: Routed) -> SentRows:
         limit = self._max_tokens
@@ -154,17 +144,13 @@ class LowLatencyDispatcher:
         no_slot = self._num_experts * limit
         slots = torch.empty_like(rows.order)
         slots[rows.order] = (experts * limit + places).clamp(max=no_slot)
-        tensors = [rows.groups.ends - rows.groups.starts]
-        for encoded in self._row_format.encode(x):
-            packed = encoded.new_zeros(no_slot + 1, encoded.shape[1])
-            packed[slots] = encoded.repeat_interleave(routed.experts.shape[1], dim=0)
-            tensors.append(packed[:-1])
+        packed = x.new_zeros(no_slot + 1, x.shape[1])
+        packed[slots] = x.repeat_interleave(routed.experts.shape[1], dim=0)
+        tensors = (rows.groups.ends - rows.groups.starts, packed[:-1])
         chunks = (tensor.chunk(self._exchange.num_ranks) for tensor in tensors)
         posted = self._exchange.start([*zip(*chunks, strict=True)])
         slots = slots.view(routed.experts.shape)
-        return SentRows(
-            self._exchange, posted, limit, slots, routed.weights, self._row_format, x.dtype
-        )
+        return SentRows(self._exchange, posted, limit, slots, routed.weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,13 +162,11 @@ class SentRows:
     max_tokens: int
     slots: Tensor  # int64 [tokens, k]: the rows' places in [experts, max_tokens], flat
     weights: Tensor  # [tokens, k]
-    row_format: RowFormat
-    dtype: torch.dtype
 
     def finish(self) -> ArrivedRows:
         """An expert's rows of one rank follow those of the ranks before."""
-        by_rank, *encoded = zip(*self.exchange.finish(self.posted), strict=True)
-        x = self.row_format.decode(tuple(map(torch.cat, encoded)), self.dtype)
+        by_rank, parts = zip(*self.exchange.finish(self.posted), strict=True)
+        x = torch.cat(parts)
         counts = torch.stack(by_rank)  # [ranks, local experts]
         num_ranks, num_own = counts.shape
         starts = torch.arange(num_own, device=x.device) * (num_ranks * self.max_tokens)
