@@ -177,7 +177,7 @@ def build_on(
         loras = LoraTables(
             max_loras=options.max_loras, max_rank=options.max_lora_rank, ops=ops.lora_ops()
         )
-        target = dataclasses.replace(target, wrap=loras.wrap)
+        target = dataclasses.replace(target, wrap=loras.wrap, check_added=loras.check_room)
     with names_the_option("the model does not fit; free memory of the device"):
         plan = LoadPlan(form.dtype, options.max_model_len, is_dummy, target, on_progress)
         whole = loader.load(plan)

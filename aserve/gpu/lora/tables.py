@@ -26,7 +26,7 @@ from aserve.gpu.models.registry import Code
 from aserve.gpu.sampling.params import RowTables
 from aserve.gpu.weights.checkpoint import listed
 from aserve.gpu.weights.fp8 import ExpertWeights
-from aserve.gpu.weights.source import WHOLE, Shard, WeightSource
+from aserve.gpu.weights.source import GIB, WHOLE, Shard, WeightSource
 from aserve_kernels.lora import LoraStack, add_lora_ref
 from aserve_kernels.row_columns import INT_COLUMNS
 
@@ -72,6 +72,21 @@ class LoraTables:
         """Returns the source of a model, or of a rank's part, whose linear layers add adapters."""
         self._shard = shard
         return _LoraSource(source, self)
+
+    def check_room(
+        self, shapes: Mapping[str, tuple[int, int]], dtype: torch.dtype, left_bytes: int
+    ) -> None:
+        """Refuses tables that are larger than the memory beside the weights, before any is made.
+        `shapes` are those of the weights of linear layers, by name."""
+        numbers = sum(sum(s) for name, s in shapes.items() if not name.startswith(WITHOUT_ADAPTERS))
+        size_bytes = (1 + self.max_loras) * self.max_rank * numbers * dtype.itemsize
+        if size_bytes > left_bytes:
+            raise ConfigError(
+                f"--max-loras {self.max_loras} adapters of --max-lora-rank {self.max_rank} take "
+                f"{size_bytes / GIB:,.3f} GiB, and {left_bytes / GIB:,.3f} GiB are available "
+                "beside the weights; lower one of them",
+                param="max_loras",
+            )
 
     def add_layer(
         self,

@@ -85,7 +85,9 @@ class NativeLoader:
         if plan.is_dummy:
             held_bytes = inventory.held_bytes(target.bits)
             target.check_room(held_bytes, dtype)
-            check_rope_table(config, context_len, dtype, target.free_bytes - held_bytes)
+            left_bytes = target.free_bytes - held_bytes
+            check_rope_table(config, context_len, dtype, left_bytes)
+            target.check_added(inventory.linears, dtype, left_bytes)
             dummy = DummyWeights(target, dtype=dtype, progress=progress)
             return build(config, target.wrapped(dummy), max_model_len=context_len)
         with Checkpoint(
@@ -100,7 +102,9 @@ class NativeLoader:
             check_fit(self._inventory(dtype, self.config) if is_staged else inventory, checkpoint)
             held_bytes = inventory.held_bytes(target.bits, checkpoint.is_quantized)
             target.check_room(held_bytes, dtype)
-            check_rope_table(config, context_len, dtype, target.free_bytes - held_bytes)
+            left_bytes = target.free_bytes - held_bytes
+            check_rope_table(config, context_len, dtype, left_bytes)
+            target.check_added(inventory.linears, dtype, left_bytes)
             reader = WeightReader(checkpoint, target, dtype=dtype, progress=progress)
             with ReadAhead(checkpoint.paths):
                 return build(config, target.wrapped(reader), max_model_len=context_len)

@@ -29,13 +29,13 @@ class Inventory:
 
     __slots__ = (
         "_experts",
-        "_linears",
         "_shard",
         "_tied",
         "copies",
         "device",
         "dtype",
         "elementwise",
+        "linears",
         "num_weights",
         "numbers",
         "shapes",
@@ -43,12 +43,12 @@ class Inventory:
 
     def __init__(self, dtype: torch.dtype, shard: Shard = WHOLE) -> None:
         self._shard = shard
-        self._linears: dict[str, int] = {}  # elements of weights of linear layers, by name
         self._experts: dict[str, int] = {}  # of stacks, by the name of the first expert's part
         self._tied: dict[str, int] = {}  # of such layers with another layer's weight
         self.device = torch.device("meta")
         self.dtype = dtype
         self.elementwise = PLAIN
+        self.linears: dict[str, tuple[int, int]] = {}  # shapes of the weights of linear layers
         self.shapes: dict[str, tuple[int, ...]] = {}  # of the checkpoint's tensors, by name
         self.num_weights = 0  # elements that this shard holds
         self.numbers: set[str] = set()  # names of optional scalars
@@ -67,7 +67,7 @@ class Inventory:
     def linear(self, parts: Mapping[str, int], *, in_features: int, bias: bool) -> LinearOp:
         for name, num_rows in parts.items():
             self._note(f"{name}.weight", (num_rows, in_features))
-            self._linears[f"{name}.weight"] = num_rows * in_features
+            self.linears[f"{name}.weight"] = (num_rows, in_features)
             if bias:
                 self._note(f"{name}.bias", (num_rows,))
         num_rows = sum(parts.values())
@@ -111,9 +111,9 @@ class Inventory:
         layer that is tied to another one has a copy of its own there if it has other bits."""
         own_bits = 8 * self.dtype.itemsize
         size_bits = float(self.num_weights * own_bits)
-        for name, size in self._linears.items():
+        for name, shape in self.linears.items():
             found = bits.of(is_quantized=is_quantized(name))
-            size_bits += size * ((own_bits if found is None else found) - own_bits)
+            size_bits += math.prod(shape) * ((own_bits if found is None else found) - own_bits)
         if bits.kept_experts is not None and self._shard.experts is None:
             kept = sum(size for name, size in self._experts.items() if is_quantized(name))
             size_bits += kept * (bits.kept_experts - own_bits)

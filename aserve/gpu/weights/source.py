@@ -241,6 +241,17 @@ def unwrapped(source: WeightSource, _shard: Shard = WHOLE) -> WeightSource:
     return source
 
 
+# Raises ConfigError if what `wrap` adds to linear layers of these shapes, by name, does not fit
+# into the bytes that are left.
+CheckAdded: TypeAlias = Callable[[Mapping[str, tuple[int, int]], torch.dtype, int], None]
+
+
+def nothing_added(
+    _shapes: Mapping[str, tuple[int, int]], _dtype: torch.dtype, _left_bytes: int
+) -> None:
+    """Raises nothing, because nothing is added."""
+
+
 CPU = torch.device("cpu")
 GIB = 1 << 30
 
@@ -273,6 +284,7 @@ class Target:
     part: WrapSource = unwrapped  # gives the weights of a stage alone
     divide: WrapSource = unwrapped  # adds the collectives of a rank
     wrap: WrapPart = unwrapped  # adds something to every layer's part, such as LoRA adapters
+    check_added: CheckAdded = nothing_added
 
     def wrapped(self, source: WeightSource) -> WeightSource:
         """Returns the source that a model of this target is built from."""

@@ -13,6 +13,8 @@ import msgspec
 import pytest
 import torch
 
+from aserve.errors import ConfigError
+from aserve.gpu.build import BuildOptions, build_executor
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.device.cpu.fused_decoder import CompiledForward
 from aserve.gpu.device.cpu.kernel_linear import prepare_tiled
@@ -121,6 +123,26 @@ def test_a_captured_step_adds_the_adapters_of_each_replay(
         expected = plain_run(merged[each.lora_slot], each)
         assert served.outputs[each.request_id, 0] == expected.tokens
     assert device.num_replays > 5
+
+
+def test_tables_without_room_are_refused_before_any_is_made() -> None:
+    """They took all memory of a machine, one layer after the other."""
+    tables = LoraTables(max_loras=2, max_rank=8)
+    check = Mock(side_effect=tables.check_room)
+    load_model(MODEL_DIR, target=Target(wrap=tables.wrap, check_added=check))
+    (shapes, dtype, left_bytes), _ = check.call_args
+    stacks = [stack for _, stack in tables._layers]
+    size_bytes = sum(stack.a.nbytes + stack.b.nbytes for stack in stacks)
+    assert left_bytes > size_bytes
+    tables.check_room(shapes, dtype, size_bytes)
+    with pytest.raises(ConfigError, match="--max-loras 2 adapters of --max-lora-rank 8 take"):
+        tables.check_room(shapes, dtype, size_bytes - 1)
+
+
+def test_an_engine_whose_adapters_take_too_much_memory_is_refused() -> None:
+    options = BuildOptions(MODEL_DIR, num_pages=8, max_loras=1 << 20, max_lora_rank=1024)
+    with pytest.raises(ConfigError, match="GiB are available beside the weights"):
+        build_executor(options)
 
 
 @pytest.mark.slow
