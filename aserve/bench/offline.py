@@ -154,6 +154,10 @@ def _check_context(scenarios: list[Scenario], *, max_model_len: int) -> None:
 
 def _scenarios(options: OfflineOptions) -> list[Scenario]:
     if not options.preset:
+        if options.scenario:
+            raise ConfigError(
+                f"--scenario {options.scenario}: it chooses from a preset, so give --preset as well"
+            )
         return [Scenario("batch", options.num_prompts, options.input_len, options.output_len)]
     known = {scenario.name: scenario for scenario in PEERS}
     names = options.scenario.split(",") if options.scenario else list(known)

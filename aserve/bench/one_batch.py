@@ -18,6 +18,7 @@ from aserve.bench.step_driver import StepDriver, StepTime, running
 from aserve.bench.windows import TokenWindows
 from aserve.config import Resolved
 from aserve.engine_core import LocalExecutor
+from aserve.errors import ConfigError
 from aserve.host.threads import new_event_loop
 from aserve.load import load
 from aserve.messages.base import pack_i32
@@ -25,6 +26,7 @@ from aserve.messages.executor import EngineSpec
 from aserve.messages.requests import AdmitRequest, SamplingParams
 
 TITLE = "one batch"
+MAX_ROWS = 1 << 16  # as --max-num-seqs
 NOTE = "The scheduler and the executor alone: no actors, no text, no HTTP; prefix cache off."
 
 
@@ -34,11 +36,14 @@ class Shape:
     input_len: int
     output_len: int
 
-    def fits(self, spec: EngineSpec) -> bool:
-        """Returns whether each row fits in the context, and all rows in the KV cache."""
+    def excess(self, spec: EngineSpec) -> str | None:
+        """Says by what a row exceeds the context, or all rows the KV cache; None if they fit."""
         num_tokens = self.input_len + self.output_len
         num_pages = -(-num_tokens // spec.page_size) * self.num_rows
-        return num_tokens <= spec.max_model_len and num_pages < spec.groups[0].num_pages
+        room = spec.groups[0].num_pages - 1  # page 0 is padding
+        if num_tokens > spec.max_model_len:
+            return f"{num_tokens} tokens of a row, and the context has {spec.max_model_len}"
+        return f"{num_pages} pages, and the KV cache has {room}" if num_pages > room else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,7 @@ class Measured:
 def run(options: OneBatchOptions, resolved: Resolved) -> BenchResult:
     shapes = [
         Shape(num_rows, input_len, options.output_len)
-        for num_rows in integers(options.batch_sizes, flag="--batch-sizes")
+        for num_rows in integers(options.batch_sizes, flag="--batch-sizes", high=MAX_ROWS)
         for input_len in integers(options.input_lens, flag="--input-lens")
     ]
     roofline = make_roofline(resolved, limits_file=options.limits)
@@ -101,7 +106,16 @@ def measure(
     most_rows = max(shape.num_rows for shape in shapes)
     scheduler = dataclasses.replace(resolved.scheduler, max_num_seqs=most_rows)
     loaded = load(dataclasses.replace(resolved, kv=kv, scheduler=scheduler))
-    left_out = [shape for shape in shapes if may_leave_out and not shape.fits(loaded.executor.spec)]
+    left_out = []
+    for shape in shapes:
+        if (excess := shape.excess(loaded.executor.spec)) is None:
+            continue
+        if not may_leave_out:
+            raise ConfigError(
+                f"a batch of {shape.num_rows} prompts of {shape.input_len} tokens, with answers of "
+                f"{shape.output_len}, takes {excess}"
+            )
+        left_out.append(shape)
     kept = [shape for shape in shapes if shape not in left_out]
     windows = TokenWindows(loaded.text.tokenizer, seed=prompt_seed)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:

@@ -343,7 +343,7 @@ class HostileOptions:
     processes: str = option("1,2", "processes of the server: 1, 2 or 1,2", LIST)
 
 
-def integers(text: str, *, flag: str) -> tuple[int, ...]:
+def integers(text: str, *, flag: str, high: int = 1 << 24) -> tuple[int, ...]:
     """Parses a list such as `1,8,32`."""
     try:
         numbers = tuple(int(part) for part in text.split(","))
@@ -351,6 +351,8 @@ def integers(text: str, *, flag: str) -> tuple[int, ...]:
         numbers = ()
     if not numbers or min(numbers) < 1:
         raise ConfigError(f"{flag} {text}: must be positive integers separated by commas")
+    if max(numbers) > high:
+        raise ConfigError(f"{flag} {text}: {max(numbers)} is more than {high}")
     return numbers
 
 

@@ -56,6 +56,11 @@ def test_help_shows_every_option_of_the_bench_with_its_text(
         ("host-step --steps 0", "--steps 0: must be an integer, 1 or more"),
         ("overlap-sim --processes 1,3", "--processes 1,3: must be 1, 2 or 1,2"),
         ("overlap-sim --step-ms 2,0", "--step-ms 2,0: must be positive numbers"),
+        ("one-batch --batch-sizes 1,100000", "100000 is more than 65536"),
+        (
+            "offline --scenario b8",
+            "--scenario b8: it chooses from a preset, so give --preset as well",
+        ),
         (
             "offline --preset peers --scenario b2",
             "--scenario b2: must be among b1, b8, b32, prefill",
@@ -88,6 +93,23 @@ def test_a_user_error_is_one_line_and_exit_code_2(
     assert main(["bench", *arguments.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--batch-sizes 1,60000", "takes 600000 pages, and the KV cache has"),
+        ("--input-lens 1000", "takes 1032 tokens of a row, and the context has 1024"),
+    ],
+)
+def test_a_batch_that_is_larger_than_the_engine_is_refused_before_any_is_measured(
+    arguments: str, words: str, capsys: Captured, tmp_path: Path
+) -> None:
+    """Its rows took turns, for minutes."""
+    limits = tmp_path / "limits.json"
+    limits.write_text('{"read_GBps": 1, "matmul_GFLOPs": 1}')
+    assert main(["bench", "one-batch", *arguments.split(), "--limits", str(limits)]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_products_that_the_processor_cannot_compute_are_refused(
