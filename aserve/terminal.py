@@ -45,10 +45,13 @@ def read_stdin() -> str:
 
 
 def ask(console: Console) -> str | None:
-    """Returns the next line, which is empty if it cannot be decoded, or None at the end."""
+    """Returns the next line, or None at the end. What cannot be decoded is an empty line on a
+    terminal, and raises ConfigError elsewhere, where a later read may fail for the same bytes."""
     try:
         return console.input("[bold]> [/bold]").strip()
     except UnicodeDecodeError as error:
+        if not sys.stdin.isatty():
+            raise _undecodable(error) from None
         complain(_undecodable(error).message)
         return ""
     except EOFError:

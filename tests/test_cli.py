@@ -326,17 +326,36 @@ def test_generate_writes_the_answer_as_it_comes(
     assert capsys.readouterr().out == "ONCE UPON 0.5\nFROM A PIPE 0.0\n"
 
 
-def test_input_that_is_no_text_is_an_error_in_words_and_ends_no_chat(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("command", "is_terminal", "expected"),
+    [(["generate", "-"], False, 2), (["chat"], False, 2), (["chat"], True, 0)],
+)
+def test_input_that_is_no_text_is_an_error_in_words_and_ends_no_chat_on_a_terminal(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: list[str],
+    is_terminal: bool,
+    expected: int,
 ) -> None:
     """A text in Latin-1 that was piped in ended with a traceback."""
     monkeypatch.setattr("aserve.engine.Engine", EchoEngine)
+    lines = io.TextIOWrapper(io.BytesIO("né\n".encode("latin-1")), encoding="utf-8")
+    monkeypatch.setattr(lines, "isatty", lambda: is_terminal)
+    monkeypatch.setattr("sys.stdin", lines)
     words = "the input is no utf-8: invalid continuation byte at its byte 1; convert it"
-    for command, expected in ((["generate", "-"], 2), (["chat"], 0)):
-        lines = io.TextIOWrapper(io.BytesIO("né\n".encode("latin-1")), encoding="utf-8")
-        monkeypatch.setattr("sys.stdin", lines)
-        assert main(command) == expected
-        assert words in capsys.readouterr().err
+    assert main(command) == expected
+    assert words in capsys.readouterr().err
+
+
+def test_a_chat_whose_input_ends_within_a_character_ends(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python's decoder keeps such bytes, so each later read fails, and the chat went on."""
+    monkeypatch.setattr("aserve.engine.Engine", EchoEngine)
+    lines = io.TextIOWrapper(io.BytesIO(b"n\n\xc3"), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", lines)
+    assert main(["chat"]) == 2
+    assert capsys.readouterr().err.count("unexpected end of data") == 1
 
 
 def test_a_chat_remembers_what_was_said_until_it_is_cleared(

@@ -265,7 +265,8 @@ def _is_full(error: OSError | sqlite3.OperationalError) -> bool:
     """Returns whether room is what is missing."""
     if isinstance(error, OSError):
         return error.errno in NO_ROOM
-    return error.sqlite_errorcode == sqlite3.SQLITE_FULL
+    # Errors of the module itself, such as of a text that it cannot decode, have no code.
+    return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
 
 
 def new_id(kind: str) -> str:

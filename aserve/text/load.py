@@ -187,6 +187,7 @@ def _convert_backend(model_dir: Path) -> Tokenizer:
     """Converts another tokenizer format, such as SentencePiece, with transformers. PERF: its import
     takes seconds.
     """
+    _check_vocabulary(model_dir)
     from transformers import AutoTokenizer
 
     try:
@@ -207,6 +208,21 @@ def _convert_backend(model_dir: Path) -> Tokenizer:
             f"{model_dir}: the tokenizer is not a fast one; save it as tokenizer.json"
         )
     return backend
+
+
+def _check_vocabulary(model_dir: Path) -> None:
+    """WHY: of such files tokenizers raises a bare Exception, which does not name the file."""
+    read_json(model_dir / "vocab.json")
+    for name in ("vocab.txt", "merges.txt"):
+        path = model_dir / name
+        if not path.is_file():
+            continue
+        try:
+            path.read_text("utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is not UTF-8: {error}") from None
 
 
 def _eos_ids(model_dir: Path, tokenizer_eos_id: int | None = None) -> list[int]:

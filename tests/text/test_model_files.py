@@ -163,6 +163,15 @@ def test_a_tokenizer_that_cannot_be_read_is_named_and_no_traceback(tmp_path: Pat
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["vocab.txt", "merges.txt", "vocab.json"])
+def test_a_vocabulary_that_cannot_be_decoded_is_named_and_no_traceback(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).write_bytes("né".encode("latin-1"))
+    with pytest.raises(ConfigError, match=rf"{name} .*utf-8"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_tokenizer_that_the_library_does_not_know_is_a_clear_error(tmp_path: Path) -> None:
     content = json.loads(byte_level_backend().to_str())
     content["model"]["type"] = "Newer"

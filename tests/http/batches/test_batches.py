@@ -470,6 +470,21 @@ async def test_an_upload_without_room_is_called_full(
         assert (refused.value.status_code, refused.value.code) == (503, "files_full")
 
 
+async def test_an_error_of_the_database_without_a_code_is_refused_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python's own, such as of a damaged text, have none."""
+
+    def damaged(*_: object) -> None:
+        raise sqlite3.OperationalError("Could not decode to UTF-8 column 'owner'")
+
+    async with EchoEngine(files_dir=str(tmp_path)) as echo:
+        monkeypatch.setattr(Store, "page", damaged)
+        with pytest.raises(openai.InternalServerError, match="Could not decode") as refused:
+            await echo.client.with_options(max_retries=0).files.list()
+        assert (refused.value.status_code, refused.value.code) == (503, "files_unusable")
+
+
 @pytest.mark.parametrize("method", ["add_file", "add_batch", "save_batch", "delete_file"])
 async def test_what_sqlite_cannot_write_on_a_full_disk_is_refused_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
