@@ -10,6 +10,7 @@ import pytest
 
 from aserve.http import long_json
 from aserve.http.scoring.classification import PoolingBody
+from aserve.messages.base import array_i32
 from aserve.messages.changes import EngineJob
 from aserve.text.prompt import PromptEncoder
 from tests.fakes.echo_engine import EchoEngine
@@ -32,6 +33,31 @@ async def test_documents_of_no_tokens_are_refused_as_prompts_of_none_are(
     answer = await ask(echo, "/rerank", {"query": "a", "documents": ["b"], param: 0})
     assert (answer.status, answer.error["param"]) == (400, param), answer.text
     assert param in answer.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"truncate_prompt_tokens": 3}, slice(-3, None)),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, slice(3)),
+        ({"truncate_prompt_tokens": -1}, slice(1, None)),
+    ],
+)
+async def test_the_prompt_of_a_label_is_truncated_and_the_label_stays(
+    echo: EchoEngine, fields: dict[str, Any], kept: slice
+) -> None:
+    """The bound was ignored."""
+    ids = [10 + number % 90 for number in range(echo.encoder.limits.max_model_len)]
+    body = {"query": ids[:100], "items": [ids[100:]], "label_token_ids": [5]}
+    answer = await ask(echo, "/v1/score", body | fields)
+    assert answer.status == 200, answer.text
+    assert array_i32(echo.scheduler.admitted[-1].prompt_ids).tolist() == [*ids[kept], 5]
+
+
+async def test_the_prompt_of_a_label_has_at_least_one_token(echo: EchoEngine) -> None:
+    body = {"query": "a", "items": ["b"], "label_token_ids": [5], "truncate_prompt_tokens": 0}
+    answer = await ask(echo, "/v1/score", body)
+    assert (answer.status, answer.error["param"]) == (400, "truncate_prompt_tokens"), answer.text
 
 
 async def test_an_adapter_that_goes_while_a_text_is_tokenized_is_not_replaced_by_the_base_model(

@@ -26,7 +26,8 @@ from aserve.http.rendering import Output, answer
 from aserve.http.sse import EVENT_STREAM, KEEP_ALIVE
 from aserve.http.state import HttpContext, origin_of
 from aserve.messages.output import OutputChunk
-from aserve.messages.requests import TextPrompt
+from aserve.messages.requests import GenerateRequest, SamplingParams, TextPrompt
+from aserve.text.lengths import truncate
 from aserve.text.prompt import PromptEncoder
 
 WriteScores: TypeAlias = Callable[[list[list[float]], EmbeddingUsage], bytes]
@@ -36,6 +37,7 @@ class ScoreBody(msgspec.Struct, kw_only=True):
     """Either vLLM's `text_1` and `text_2`, or SGLang's `query` and `items` with `label_token_ids`.
     A prompt is the query and an item, or with `item_first` the item and the query. `apply_softmax`
     makes the scores of an item sum to 1. `instruct` is what a reranker that generates is told.
+    `truncate_prompt_tokens` bounds a text, or the prompt before a label.
     """
 
     model: str | None = None
@@ -102,7 +104,15 @@ def label_call(
 def _prompts(
     body: ScoreBody, items: Sequence[str | list[TokenId]], encoder: PromptEncoder
 ) -> list[list[int]]:
-    """The ids of each prompt. Texts are joined before they are tokenized."""
+    """The ids of each prompt. Texts are joined before they are tokenized, and a label follows what
+    is left of them."""
+    cut = GenerateRequest(
+        "",
+        TextPrompt(""),
+        SamplingParams(seed=0, max_tokens=1),
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        truncates_end=body.truncation_side == "right",
+    )
     prompts = []
     for item in items:
         first, last = (item, body.query) if body.item_first else (body.query, item)
@@ -122,7 +132,7 @@ def _prompts(
                 param="items",
                 code="empty_prompt",
             )
-        prompts.append(prompt)
+        prompts.append(truncate(prompt, cut, encoder.limits))
     return prompts
 
 

@@ -137,9 +137,9 @@ def _ranked(scores: ArrayF32, texts: list[str], body: RerankBody) -> list[Rerank
 
 async def score(request: web.Request, context: HttpContext, body: ScoreBody) -> web.StreamResponse:
     """Scores pairs of texts, or with `label_token_ids` the next tokens of prompts, as SGLang."""
+    _check_numbers(body)
     if body.label_token_ids is not None:
         return await score_labels(request, context, body)
-    _check_numbers(body)
     ones, others = _list_of(body.text_1, "text_1"), _list_of(body.text_2, "text_2")
     if len(ones) not in (1, len(others)):
         raise InvalidRequest(
