@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
-from aserve.grammar.fair_queue import FairQueue
+from aserve.fair_queue import FairQueue
 
 A = TypeVar("A")
 T = TypeVar("T")

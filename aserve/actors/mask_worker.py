@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeAlias
 
-from aserve.grammar.fair_queue import FairQueue
+from aserve.fair_queue import FairQueue
 from aserve.grammar.mask_budget import RequestEffort
 from aserve.grammar.matching import Matcher
 from aserve.messages.results import BuildMask, MaskReady

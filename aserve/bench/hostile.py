@@ -27,12 +27,12 @@ from aserve.bench.result import BenchResult, Table
 from aserve.bench.server_start import resident_bytes, serving
 from aserve.config import Resolved
 from aserve.errors import ConfigError
+from aserve.messages.base import MIB
 
 MAX_DELAY_S = 0.05
 MAX_HEALTH_S = 0.1
 MAX_GROWTH_BYTES = 100 << 20
 POLL_S = 0.005
-MIB = 1 << 20
 BOUNDS = (
     f"Bounds: event loop delay {MAX_DELAY_S * 1e3:.0f} ms, p99 of /health "
     f"{MAX_HEALTH_S * 1e3:.0f} ms, memory growth {MAX_GROWTH_BYTES // MIB} MiB."

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from aserve.cache.layout import MIB, GroupLayout, with_pages
+from aserve.cache.layout import GroupLayout, with_pages
 from aserve.errors import ConfigError
 from aserve.gpu.attention.base import AttentionSite
 from aserve.gpu.attention.recurrent import (
@@ -69,6 +69,7 @@ from aserve.gpu.step.future_map import SEQ_LEN, FutureMap
 from aserve.gpu.step.resolve import DeviceState
 from aserve.gpu.weights.format import WeightFormat, WeightRequest, dtype_name
 from aserve.gpu.weights.source import LinearBits, OnProgress, Target, ignore_progress
+from aserve.messages.base import MIB
 from aserve.messages.executor import EngineSpec, TierPolicy
 
 MIN_PAGES = 2  # page 0 is padding

@@ -27,13 +27,13 @@ from aserve.host.limits import (
     read_text,
     usable_cpus,
 )
+from aserve.messages.base import GIB
 from aserve.parallel.topology import SHARED_FOLDER
 
 PACKAGES = (
     *("aserve", "torch", "numpy", "numba", "triton", "flashinfer-python", "transformers"),
     *("tokenizers", "xgrammar", "uvloop"),
 )
-GIB = 1 << 30
 SMALL_MEMORY_BYTES = 2 * GIB
 
 

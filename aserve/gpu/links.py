@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from aserve.host.environment import installed_version
+from aserve.messages.base import GIB, MIB
 
-MIB, GIB = 1 << 20, 1 << 30
 SIZE_BYTES = 16 * MIB  # of a measured copy
 REPEATS = 3  # of which the fastest counts
 NIXL, RAY = "nixl", "ray"

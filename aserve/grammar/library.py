@@ -18,9 +18,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from aserve.errors import AserveError, Cancelled, ClientError, InvalidRequest, QueueFull
+from aserve.fair_queue import FairQueue
 from aserve.grammar.cache import GrammarCache
 from aserve.grammar.compile import Vocabulary
-from aserve.grammar.fair_queue import FairQueue
 from aserve.grammar.process import CompileProcess
 from aserve.grammar.source_limits import MAX_PENDING, MAX_PER_CLIENT, check_size
 from aserve.grammar.workers import CompileJob, CompileLimits, Usable, Workers

@@ -33,6 +33,7 @@ from aserve.http.frontend_requests import (
 )
 from aserve.http.peers import EXPIRES, RAW_BODY, owner_of
 from aserve.http.route import METRICS, Route
+from aserve.http.sse import LAST_EVENT_ID
 from aserve.http.state import HttpContext
 from aserve.http.websocket_relay import client_socket, pump_both
 from aserve.unread import UnreadAnswer
@@ -58,8 +59,6 @@ MERGED = frozenset(
 )
 # These go to the frontend that made the id.
 BY_ID = frozenset({"/v1/requests/{id}", "/v1/requests/{id}/fork", "/v1/streams/{id}"})
-
-LAST_EVENT_ID = "Last-Event-ID"
 
 
 def forwarded(route: Route, context: HttpContext) -> Route:

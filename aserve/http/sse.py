@@ -20,6 +20,7 @@ from aserve.http.errors import STARTED, StartedAnswer, error_body
 from aserve.http.long_json import blocks_of
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
+LAST_EVENT_ID = "Last-Event-ID"  # the header by which a client goes on behind an event
 DONE = b"data: [DONE]\n\n"
 BLOCKS_PER_ITERATION = 16
 KEEP_ALIVE = b": keep-alive\n\n"

@@ -21,6 +21,7 @@ ArrayF32: TypeAlias = npt.NDArray[np.float32]
 
 VALUE_BYTES = 4  # of an int32 or float32
 MAX_INT32, MAX_INT64 = (1 << 31) - 1, (1 << 63) - 1
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30  # bytes
 MASK_BITS = 32  # token ids in each int32 word of a grammar mask
 
 

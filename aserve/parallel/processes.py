@@ -29,15 +29,13 @@ from aserve.parallel.topology import (
     StartRank,
     ToRank,
 )
-from aserve.processes.engine_process import describe, spawned
+from aserve.processes.engine_process import DEATH_S, END_S, describe, spawned
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 RANK = (sys.executable, "-m", "aserve.parallel.rank")
 SEND_S = 10.0  # for a rank that does not read
-END_S = 5.0  # for a rank's last step and its exit; afterwards it is killed
-DEATH_S = 1.0  # from a socket's end to the exit code
 PIECE_BYTES = 1 << 16
 BUFFER_BYTES = 4 << 20  # several steps of the longest prompts
 

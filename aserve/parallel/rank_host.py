@@ -42,8 +42,8 @@ from aserve.parallel.joining import (
     prove,
     watched,
 )
-from aserve.parallel.processes import END_S, RANK, memory_folder, shared_folder
-from aserve.processes.engine_process import describe, spawned
+from aserve.parallel.processes import RANK, memory_folder, shared_folder
+from aserve.processes.engine_process import END_S, describe, spawned
 
 CONNECT_S = 5.0
 RETRY_S = 0.5  # between two attempts to reach rank 0

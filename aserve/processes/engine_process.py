@@ -21,7 +21,7 @@ from aserve.host.threads import in_thread
 from aserve.processes.link import Start
 
 ENGINE = (sys.executable, "-m", "aserve.processes.engine")
-END_S = 5.0  # for an engine's step, its memory and its exit; afterwards it is killed
+END_S = 5.0  # for a process's last step, its memory and its exit; afterwards it is killed
 DEATH_S = 1.0  # from a socket's end to the exit code; afterwards the process is killed
 ROOT = Path(__file__).parents[2]  # where `aserve` lies: nothing of the user's is imported instead
 SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})

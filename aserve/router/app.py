@@ -22,6 +22,7 @@ from aserve.http.frontend_requests import Headers, end_to_end
 from aserve.http.hosts import AllowedHosts, is_own_page
 from aserve.http.intake import check_size, meet_expectation
 from aserve.http.peers import ALONE, FORWARDED, PEERS
+from aserve.http.sse import LAST_EVENT_ID
 from aserve.router.admin import Admin
 from aserve.router.balancer import Balancer
 from aserve.router.failures import RouterEnds
@@ -47,7 +48,6 @@ logger = logging.getLogger(__name__)
 USAGE = re.compile(rb'"total_tokens"\s*:\s*(\d{1,15})(?!\d)')
 CLIENT = web.RequestKey("client", str)
 LIMITS = web.RequestKey("limits", dict[str, str])
-LAST_EVENT_ID = "Last-Event-ID"
 FORWARDED_FOR = "X-Forwarded-For"
 REPLACED = frozenset({"host", "content-length", FORWARDED_FOR.lower()})  # the replica gets its own
 

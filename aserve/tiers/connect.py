@@ -15,6 +15,7 @@ from aserve.config import Resolved
 from aserve.disagg.connect import HasKv, Transfers, name_of_model
 from aserve.errors import BugError, ConfigError
 from aserve.host.limits import available_memory_bytes
+from aserve.messages.base import GIB
 from aserve.messages.changes import Amend
 from aserve.messages.executor import EngineSpec, SchedulerEvent
 from aserve.messages.output import Refused, Retired
@@ -27,7 +28,6 @@ from aserve.tiers.page_files import PageFiles, open_folder
 from aserve.tiers.page_layout import PageLayout
 
 FLAG = "--enable-hierarchical-cache"
-GIB = 1 << 30
 
 logger = logging.getLogger(__name__)
 

@@ -103,6 +103,7 @@ REACH = {
     "aserve.picture": Reach(aserve=(), packages=PLAIN, not_stdlib=IMPURE),
     "aserve.channel": BORDER,
     "aserve.frames": BORDER,
+    "aserve.fair_queue": BORDER,
     "aserve.json_file": BORDER,
     "aserve.host": Reach(aserve=FIRST, packages=("uvloop", "huggingface_hub")),
     "aserve.amendments": BORDER,
@@ -130,11 +131,11 @@ REACH = {
     "aserve.parsers": Reach(
         aserve=(*FIRST, "aserve.grammar.schema"), packages=PLAIN, not_stdlib=IMPURE
     ),
-    "aserve.grammar": Reach(aserve=FIRST, packages=(*PLAIN, "xgrammar")),
+    "aserve.grammar": Reach(aserve=(*FIRST, "aserve.fair_queue"), packages=(*PLAIN, "xgrammar")),
     "aserve.actors": Reach(
         aserve=(
             *(*FIRST, "aserve.scheduling", "aserve.text", "aserve.grammar", "aserve.host"),
-            "aserve.pictures.fetch",
+            *("aserve.fair_queue", "aserve.pictures.fetch"),
         ),
         packages=PLAIN,
     ),

@@ -18,11 +18,11 @@ from aserve.gpu.attention.base import (
 from aserve.gpu.attention.latents import with_latents
 from aserve.gpu.attention.registry import AUTO
 from aserve.gpu.attention.sparse import SparseBackend, with_sparse
+from aserve.messages.base import MIB
 
 # A missing package, a missing shared library, or two packages of incompatible versions.
 IMPORT_ERRORS = (ImportError, OSError, RuntimeError, AttributeError, TypeError)
 
-MIB = 1 << 20
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aserve.cache.layout import MIB
 from aserve.gpu.attention.select import Attention
 from aserve.gpu.cudagraph.forwards import (
     ForwardGraphs,
@@ -19,6 +18,7 @@ from aserve.gpu.device.base import Device
 from aserve.gpu.lora.tables import LoraTables
 from aserve.gpu.models.base import CausalModel
 from aserve.gpu.step.resolve import DeviceState
+from aserve.messages.base import MIB
 
 # What the driver keeps for a captured graph beside the tensors, which all graphs share and the
 # profile run measures. vLLM reports 0.5 to 0.6 GiB for 67 graphs of an 8B model.

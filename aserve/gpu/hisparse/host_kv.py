@@ -15,12 +15,13 @@ from torch import Tensor
 
 from aserve.cache.layout import GroupLayout
 from aserve.gpu.hisparse.hot_rows import NOWHERE, HotRows
-from aserve.gpu.hisparse.memory import KIB, MIB, row_bytes
+from aserve.gpu.hisparse.memory import row_bytes
 from aserve.gpu.kv.layer_groups import LayerSpec
 from aserve.gpu.kv.pools import KvOps, KvPools, LayerKv
 from aserve.gpu.kv.store import to_kv_dtype
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.gpu.transfer.pinned import to_device
+from aserve.messages.base import KIB, MIB
 from aserve.messages.executor import EngineSpec
 
 

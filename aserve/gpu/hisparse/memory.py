@@ -14,7 +14,6 @@ from aserve.gpu.kv.pools import Zeros
 from aserve.gpu.kv.store import byte_view
 from aserve.host.limits import available_memory_bytes
 
-KIB, MIB = 1 << 10, 1 << 20
 HOST_PART = 2  # the pools take at most 1 / HOST_PART of the host's free memory
 
 

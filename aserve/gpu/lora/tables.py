@@ -26,7 +26,8 @@ from aserve.gpu.models.registry import Code
 from aserve.gpu.sampling.params import RowTables
 from aserve.gpu.weights.checkpoint import listed
 from aserve.gpu.weights.fp8 import ExpertWeights
-from aserve.gpu.weights.source import GIB, WHOLE, Shard, WeightSource
+from aserve.gpu.weights.source import WHOLE, Shard, WeightSource
+from aserve.messages.base import GIB
 from aserve_kernels.lora import LoraStack, add_lora_ref
 from aserve_kernels.row_columns import INT_COLUMNS
 

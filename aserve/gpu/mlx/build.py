@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 import torch
 
-from aserve.cache.layout import MIB, with_pages
+from aserve.cache.layout import with_pages
 from aserve.errors import ConfigError
 from aserve.gpu.build import BuildOptions
 from aserve.gpu.device.cpu.device import KV_PART
@@ -28,6 +28,7 @@ from aserve.gpu.weights.format import dtype_name, parse_dtype
 from aserve.gpu.weights.source import OnProgress, Target, ignore_progress
 from aserve.host.environment import installed_version
 from aserve.host.limits import available_memory_bytes
+from aserve.messages.base import MIB
 from aserve.messages.executor import EngineSpec
 
 MAX_ROWS = 64

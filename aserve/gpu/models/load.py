@@ -43,7 +43,8 @@ from aserve.gpu.weights.quantized import stored_name
 from aserve.gpu.weights.read_ahead import ReadAhead
 from aserve.gpu.weights.reader import WeightReader
 from aserve.gpu.weights.renamed import older_name
-from aserve.gpu.weights.source import GIB, HOST, LoadProgress, Target
+from aserve.gpu.weights.source import HOST, LoadProgress, Target
+from aserve.messages.base import GIB
 
 PREDICTORS = ("model.mtp_layers.", "model.mtp.", "mtp.")
 OBJECT_BYTES = 4096  # lower bound of Python's objects for one layer

@@ -33,6 +33,7 @@ from aserve.gpu.layers.ops import PLAIN, Elementwise
 from aserve.gpu.weights.format import PrepareFp8Experts
 from aserve.gpu.weights.fp8 import ExpertWeights
 from aserve.host.limits import available_memory_bytes
+from aserve.messages.base import GIB
 
 
 class WeightSource(Protocol):
@@ -253,7 +254,6 @@ def nothing_added(
 
 
 CPU = torch.device("cpu")
-GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,10 @@ from aserve.http.body import parse_query
 from aserve.http.delivery import INSTEAD
 from aserve.http.errors import STARTED
 from aserve.http.route import get
-from aserve.http.sse import SseWriter
+from aserve.http.sse import LAST_EVENT_ID, SseWriter
 from aserve.http.state import REQUEST_ID, HttpContext, caller_for
 from aserve.http.streams.event_log import EventLogResponse
 from aserve.http.streams.resumable import STREAMS, StreamKey, Streams
-
-LAST_EVENT_ID = "Last-Event-ID"
 
 
 class StreamedBody(Protocol):

@@ -78,7 +78,6 @@ from aserve.gpu.attention.flashinfer.plan import (
 from aserve.gpu.attention.flashinfer.plan_buffers import PlanSlot, PlanSlots
 from aserve.gpu.attention.flashinfer.static_plans import FlashStaticPlans, StaticPlan
 from aserve.gpu.attention.flashinfer.wrappers import (
-    FP8,
     HOPPER_TILE,
     FlashInferPackage,
     LayerKind,
@@ -92,6 +91,7 @@ from aserve.gpu.attention.flashinfer.wrappers import (
 from aserve.gpu.attention.triton import check_kv_dtype, make_sparse_ops
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec, Mask
 from aserve.gpu.kv.pools import LayerKv
+from aserve.gpu.kv.store import FP8
 from aserve.gpu.models.base import Attend
 from aserve.gpu.step.forward_batch import (
     NO_OVERRIDES,

@@ -19,12 +19,12 @@ from aserve.gpu.attention.base import AttentionSite
 from aserve.gpu.attention.flashinfer.page_indices import page_indptr
 from aserve.gpu.attention.flashinfer.plan_buffers import PlanSlots
 from aserve.gpu.attention.flashinfer.wrappers import (
-    FP8,
     CascadeWrapper,
     LayerKind,
     PlanArrays,
     Wrappers,
 )
+from aserve.gpu.kv.store import FP8
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.messages.base import ArrayI32
 

@@ -24,6 +24,7 @@ from aserve.gpu.attention.base import AttentionSite, AttentionUnavailable
 from aserve.gpu.attention.flashinfer.latent_wrapper import LatentWrapper, MlaModule
 from aserve.gpu.attention.flashinfer.page_indices import PageIndices
 from aserve.gpu.kv.layer_groups import LayerSpec, Mask
+from aserve.gpu.kv.store import FP8
 from aserve.messages.base import ArrayI32
 from aserve_kernels.packed_mask import PackedMask
 
@@ -40,7 +41,6 @@ FLOAT_BYTES = 384 << 20
 DECODE_TILE = 16  # queries of a KV head in one tile of a decode; 64 from more heads on
 # The planner writes a few numbers per row and thread block; a wrapper's own default is 8 MiB.
 STATIC_INT_BYTES = 1 << 20
-FP8 = torch.float8_e4m3fn
 # From so many query heads per KV head on, decode uses tensor cores. Below it, the kernel without
 # them reads KV as fast and is planned in less time.
 MIN_TENSOR_CORE_HEADS = 4

@@ -29,9 +29,9 @@ from aserve.gpu.device.cuda.runtime import (
 from aserve.gpu.device.ops import DeviceOps
 from aserve.gpu.layers.linear import prepare
 from aserve.gpu.weights.format import DTYPES, WeightFormat, WeightRequest, dtype_name
+from aserve.messages.base import GIB
 
 GRAPH_ROWS = 256
-GIB = 1 << 30
 # 256 MB in float32. Each slice of logits reads the head's weights once, and 441 rows of a
 # vocabulary of 152,000 should not read them twice.
 LOGITS_ELEMENTS = 1 << 26

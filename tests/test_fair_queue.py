@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aserve.grammar.fair_queue import FairQueue
+from aserve.fair_queue import FairQueue
 
 
 def filled(*items: str) -> FairQueue[str]:
