@@ -12,7 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from aserve.errors import UNDECODABLE, EngineDead
 from aserve.http.all_frontends import merged
-from aserve.http.frontend_requests import end_to_end, probing
+from aserve.http.frontend_requests import ANSWER_S, end_to_end, probing
 from aserve.observability.metric_sums import summed
 from aserve.router.metrics import RouterMetrics
 from aserve.router.upstream import GONE, PROBE_S, Call, Upstream, Whole
@@ -58,7 +58,7 @@ async def ask_all(
     async def ask(upstream: Upstream) -> Whole | None:
         try:
             if not needs_all:
-                return await upstream.ask_whole(call)
+                return await _asked(upstream, call)
             await upstream.reach()
             async with probing(upstream.keep_reaching()):
                 return await upstream.ask_whole(call)
@@ -128,7 +128,7 @@ async def first_known(call: Call, upstreams: Sequence[Upstream]) -> tuple[str, W
     """Asks for an id that may be any replica's: the answer is that of the first one to know it."""
     for upstream in upstreams:
         try:
-            whole = await upstream.ask_whole(call)
+            whole = await _asked(upstream, call)
         except GONE:
             continue
         if whole.status != web.HTTPNotFound.status_code or upstream is upstreams[-1]:
@@ -144,6 +144,12 @@ async def metrics_of_all(
     answers = [each for each in await ask_all(call, upstreams) if each.status == 200]
     body = summed(each.body for each in answers) + own
     return web.Response(body=body, headers={hdrs.CONTENT_TYPE: CONTENT_TYPE_LATEST})
+
+
+async def _asked(upstream: Upstream, call: Call) -> Whole:
+    """Asks for what a replica does at once. Raises one of GONE, also if it takes longer."""
+    async with asyncio.timeout(ANSWER_S):
+        return await upstream.ask_whole(call)
 
 
 def _id_of(number: int, item: Any) -> str | int:

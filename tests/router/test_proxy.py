@@ -18,9 +18,11 @@ from aiohttp import (
 
 from aserve.errors import ConfigError
 from aserve.http.control.weights import ELSEWHERE
+from aserve.http.delivery import with_deadline
 from aserve.http.routes import ROUTES
-from aserve.router import upstream
+from aserve.router import joined_answers, upstream
 from aserve.router.upstream import check_address
+from aserve.unread import UnreadAnswer
 from tests.fakes.echo_engine import EchoEngine
 from tests.http.unread_client import UnreadClient
 from tests.router.routed import ADMIN, CHUNKED, OK, StandIn, routed, written
@@ -711,6 +713,43 @@ async def test_lists_and_metrics_of_all_replicas_are_joined() -> None:
             left.answer = answered(body)
             async with client.get("/metrics") as got:
                 assert "x_total 3.0" in (await got.text()).splitlines(), "the other replica's alone"
+
+
+async def test_a_replica_that_stands_still_does_not_hold_up_what_the_others_know(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Models and metrics came after --replica-timeout, which is ten minutes."""
+    monkeypatch.setattr(joined_answers, "ANSWER_S", 0.2)
+    silent, other = StandIn(written()), StandIn()
+    async with asyncio.timeout(20), routed(silent, other) as (client, _):
+        for path in ("/v1/models", "/metrics", "/server_info"):
+            async with client.get(path) as got:
+                assert got.status == 200
+    assert (len(silent.asked), len(other.asked)) == (3, 3)
+
+
+async def test_an_answer_of_the_router_that_its_client_does_not_read_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed = asyncio.Event()
+
+    async def write(*given: Any, **options: Any) -> None:
+        try:
+            await with_deadline(*given, **options)
+        except UnreadAnswer:
+            closed.set()
+            raise
+
+    monkeypatch.setattr("aserve.router.app.with_deadline", write)
+    text = b'{"data": ["%b"]}' % (b"m" * (32 << 20))
+    async with (
+        asyncio.timeout(20),
+        routed(StandIn(answered(text)), write_timeout=0.2) as (_, server),
+        UnreadClient(server.address) as client,
+    ):
+        await client.send(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await closed.wait()
+        assert len(await client.read_all()) < len(text)
 
 
 async def test_a_client_over_its_rate_gets_429_with_the_time_to_wait() -> None:
