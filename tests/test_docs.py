@@ -21,7 +21,9 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*
 FIGURES = ROOT / "docs" / "figures"
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 CODE_PATH = re.compile(r"`((?:[\w-]+/)+(?:[\w-]+\.py)?|[\w-]+\.py)`")
+NAME_IN_FILE = re.compile(r"`(?:\w+\.)*(\w+)` \(`([\w/-]+\.py)`")
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+CURL = re.compile(r"^curl .*(?:\n  .*)*", re.MULTILINE)
 LINK = re.compile(r"\]\((?!http)([^)#]+)\)")
 # Options of mypy, transformers, llama.cpp, Docker, `make gpu-check` and the training script of the
 # bundled model.
@@ -78,6 +80,18 @@ def test_every_file_that_is_named_is_there(page: Path) -> None:
     assert lost == []
 
 
+def test_a_name_beside_a_file_is_in_that_file() -> None:
+    named = [match for page in PAGES for match in NAME_IN_FILE.findall(page.read_text())]
+    assert named
+    texts = {
+        path: "".join(
+            (ROOT / home / path).read_text() for home in FOLDERS if (ROOT / home / path).exists()
+        )
+        for _, path in named
+    }
+    assert [each for each in named if not re.search(rf"\b{each[0]}\b", texts[each[1]])] == []
+
+
 def test_every_test_that_is_named_is_there() -> None:
     named = [match for page in PAGES for match in TEST.findall(page.read_text(encoding="utf-8"))]
     assert named
@@ -85,6 +99,20 @@ def test_every_test_that_is_named_is_there() -> None:
         f"{path}::{name}" for path, name in named if f"def {name}(" not in (ROOT / path).read_text()
     ]
     assert lost == []
+
+
+def test_every_curl_command_says_that_it_sends_json() -> None:
+    """Otherwise the answer is a 415. The router's own routes take any type."""
+    commands = [
+        command
+        for page in PAGES
+        for command in CURL.findall(page.read_text(encoding="utf-8").replace("\\\n", ""))
+        if " -d " in command and "/admin/replicas" not in command
+    ]
+    assert commands
+    assert [
+        command for command in commands if "Content-Type: application/json" not in command
+    ] == []
 
 
 def test_the_table_of_endpoints_has_every_route() -> None:
