@@ -105,8 +105,8 @@ def _too_long(prompt_len: int, max_tokens: int | None, *, where: str, limit: int
     start = f"This model's maximum context length is {limit} tokens. However, "
     if max_tokens is None:
         return (
-            f"{start}your {where} has {prompt_len} tokens, which leaves no room for an answer. "
-            f"Please reduce the length of the {where}."
+            f"{start}there are {prompt_len} tokens in the {where}, which leaves no room for an "
+            f"answer. Please reduce the length of the {where}."
         )
     return (
         f"{start}you requested {prompt_len + max_tokens} tokens ({prompt_len} in the {where}, "

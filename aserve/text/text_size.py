@@ -47,9 +47,9 @@ def check_bytes(text: str, limit: int, *, where: str, max_model_len: int) -> Non
     if num_bytes <= limit:
         return
     raise ContextTooLong(
-        f"This model's maximum context length is {max_model_len} tokens. However, your {where} has "
-        f"{num_bytes} bytes, and at most {limit} are allowed. Please reduce the length of the "
-        f"{where}.",
+        f"This model's maximum context length is {max_model_len} tokens. However, there are "
+        f"{num_bytes} bytes in the {where}, and at most {limit} are allowed. Please reduce the "
+        f"length of the {where}.",
         param=where,
     )
 
