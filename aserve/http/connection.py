@@ -3,7 +3,7 @@
 aiohttp parses and answers requests. `Connection` adds what a public server needs:
 - The head of the first request has a deadline from the connection's start, and the head of each
   later one has the same time from its first byte.
-- Idle connections are closed.
+- Idle connections are closed, and those of clients that do not read.
 - Bytes that are not HTTP get a JSON error, which does not repeat them.
 - Websocket frames must be masked.
 - An `Expect` waits until the application has checked the request's head.
@@ -45,6 +45,7 @@ Join: TypeAlias = Callable[[], Awaitable[None]]
 
 logger = logging.getLogger(__name__)
 
+UNREAD_ANSWER_S = 1.0  # after which a handler must have noticed that its answer is not read
 UNREAD_BODY_S = 5.0  # for the client to finish sending a body that has already been answered
 BACKLOG = 1024  # connections that the kernel has accepted and this process has not
 ACCEPTS = 32  # connections that are accepted in one iteration of the loop, about 0.1 ms each
@@ -69,6 +70,7 @@ async def listen(
     limits = ConnectionLimits(
         header_timeout_s=options.header_timeout,
         keep_alive_s=options.keep_alive_timeout,
+        write_timeout_s=options.write_timeout,
         max_connections=descriptors_for(options.max_connections),
     )
     _complete_heads(runner.server)
@@ -231,6 +233,7 @@ def descriptors_for(max_connections: int) -> int:
 class ConnectionLimits:
     header_timeout_s: float
     keep_alive_s: float
+    write_timeout_s: float
     max_connections: int
 
 
@@ -299,7 +302,7 @@ class Connections:
 
 
 class Connection(web.RequestHandler):
-    __slots__ = ("_connections", "_deadline", "_is_partial", "_is_surplus")
+    __slots__ = ("_connections", "_deadline", "_is_partial", "_is_surplus", "_unread")
 
     def __init__(
         self, server: web.Server, *, connections: Connections, loop: asyncio.AbstractEventLoop
@@ -316,6 +319,7 @@ class Connection(web.RequestHandler):
         self._deadline: asyncio.TimerHandle | None = None
         self._is_partial = False  # part of a request's head has arrived
         self._is_surplus = False
+        self._unread: asyncio.TimerHandle | None = None  # while the send buffer is full
 
     @property
     def is_idle(self) -> bool:
@@ -344,8 +348,21 @@ class Connection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._end_deadline()
+        self._end_unread()
         self._connections.discard(self)
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """WHY: aiohttp waits without an end for a client that does not read its short answers. The
+        handlers of long ones have a deadline of their own, which is over first.
+        """
+        super().pause_writing()
+        timeout_s = self._connections.limits.write_timeout_s + UNREAD_ANSWER_S
+        self._unread = self._loop.call_later(timeout_s, self._drop_unread)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._end_unread()
 
     def handle_error(
         self,
@@ -379,6 +396,17 @@ class Connection(web.RequestHandler):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+    def _drop_unread(self) -> None:
+        """NOTE: `force_close` would wait until the client has read everything."""
+        if self.transport is not None:
+            logger.info("unread answers: connection closed")
+            self.transport.abort()
+
+    def _end_unread(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _time_out(self) -> None:
         """Closes the connection, with a 408 if the client has sent part of a request."""

@@ -17,7 +17,6 @@ from aserve.config import Resolved
 from aserve.errors import AserveError
 from aserve.http.auth import Access, read_keys
 from aserve.http.connection import close_after_unsized
-from aserve.http.delivery import with_deadline
 from aserve.http.errors import RequestFailed, error_response, http_error_info, info_of, refused
 from aserve.http.frontend_requests import Headers, end_to_end
 from aserve.http.hosts import AllowedHosts, is_own_page
@@ -271,7 +270,7 @@ class Router:
             request[CLIENT] = self._keys.identify(request, self._access(request)).client
             check_size(request, self.server.max_body_size)
             await meet_expectation(request)
-            return await self._written(request, await handler(request))
+            return await handler(request)
         except (AserveError, RequestFailed) as error:
             response = error_response(info_of(error))
         except web.HTTPException as error:
@@ -282,17 +281,6 @@ class Router:
         except ConnectionError:
             return web.Response(status=499)
         response.headers.update(request.get(LIMITS, {}))
-        return response
-
-    async def _written(
-        self, request: web.Request, response: web.StreamResponse
-    ) -> web.StreamResponse:
-        """Writes an answer that is not written yet. WHY: aiohttp, which would do it next, waits for
-        its client without an end."""
-        if isinstance(response, web.Response) and not response.prepared:
-            await response.prepare(request)
-            timeout_s = self.server.write_timeout
-            await with_deadline(response.write_eof(), request, timeout_s=timeout_s)
         return response
 
     def _access(self, request: web.Request) -> Access:

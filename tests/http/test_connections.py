@@ -202,7 +202,9 @@ async def test_half_a_head_that_comes_at_once_with_its_connection_is_a_408() -> 
     async with EchoEngine(header_timeout=SOON_S) as echo:
         server = echo.server._runner.server
         assert server is not None
-        limits = ConnectionLimits(SOON_S, keep_alive_s=LONG_S, max_connections=1)
+        limits = ConnectionLimits(
+            SOON_S, keep_alive_s=LONG_S, write_timeout_s=LONG_S, max_connections=1
+        )
         connection, transport = Connections(server, limits)(), Written()
         connection.connection_made(transport)
         connection.data_received(GET[:20])
@@ -216,7 +218,9 @@ async def test_a_body_that_comes_before_its_handler_has_begun_is_no_head() -> No
     async with EchoEngine() as echo:
         server = echo.server._runner.server
         assert server is not None
-        limits = ConnectionLimits(SOON_S, keep_alive_s=LONG_S, max_connections=1)
+        limits = ConnectionLimits(
+            SOON_S, keep_alive_s=LONG_S, write_timeout_s=LONG_S, max_connections=1
+        )
         connection, transport = Connections(server, limits)(), Written()
         connection.connection_made(transport)
         head = GET.replace(b"GET", b"POST")[:-2] + b"Content-Length: 9\r\n\r\n"

@@ -118,6 +118,17 @@ async def test_a_whole_answer_that_is_not_read_is_cut_off(watch: Watch) -> None:
     assert not data.endswith(b"\r\n0\r\n\r\n"), "the chunk that ends a whole answer"
 
 
+async def test_a_client_that_reads_none_of_its_short_answers_loses_its_connection() -> None:
+    """Such connections were held for ever, up to --max-connections."""
+    async with (
+        asyncio.timeout(60),
+        EchoEngine(write_timeout=SOON_S) as echo,
+        UnreadClient(echo.url) as client,
+    ):
+        with pytest.raises(ConnectionError):
+            await client.send_for_ever("/livez")
+
+
 async def test_a_slow_reader_gets_the_whole_answer() -> None:
     async with EchoEngine(write_timeout=60) as echo:
         body = STREAM | {"n": 20, "seed": 1}

@@ -65,6 +65,11 @@ class UnreadClient:
         assert 126 <= len(data) < 1 << 16
         await self.send(b"\x81\xfe" + len(data).to_bytes(2, "big") + b"\0\0\0\0" + data)
 
+    async def send_for_ever(self, path: str) -> None:
+        """Sends one request after the other. Raises ConnectionError when the server closes."""
+        while True:
+            await self.send(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode() * 1000)
+
     async def send(self, data: bytes) -> None:
         await asyncio.get_running_loop().sock_sendall(self._socket, data)
 
