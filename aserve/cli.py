@@ -407,7 +407,10 @@ def make_parser(benches: Mapping[str, Bench] = BENCHES) -> Parser:
     _add_benches(measure, benches)
     kernels = command("kernels", "Compile the CPU's kernels ahead of the first start.")
     kernels.add_argument(
-        "action", choices=["build"], help="compile what is missing, on all cores; it takes a minute"
+        "action",
+        choices=["build"],
+        metavar="build",
+        help="compile what is missing, on all cores; it takes a minute",
     )
     command("doctor", "Show what the machine has, and what would make aserve faster on it.")
     command("models", "List the models, attention backends and number formats that are supported.")

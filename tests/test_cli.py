@@ -66,6 +66,7 @@ def test_help_shows_every_option_of_the_command_with_its_text(
         (["serve", "--port", "0", "--model", "missing/model/dir"], "missing/model/dir"),
         (["serve", "--port", "0", "/nonexistent"], "directory '/nonexistent' does not exist"),
         (["generate"], "TEXT"),
+        (["kernels"], "required: build"),
         (["generate", "text", "--model", "missing/model/dir"], "missing/model/dir"),
         (["replay", "missing.rec"], "missing.rec"),
         (["srve"], "srve"),
