@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from aserve.errors import ConfigError
 from aserve.gpu.build import BuildOptions, build_executor, build_on
+from aserve.gpu.device.cpu import fused_decoder
 from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.models.base import LoadPlan
 from aserve.gpu.spec.nextn import load
@@ -25,6 +27,7 @@ from aserve.gpu.spec.nextn_model import Modules
 from aserve.gpu.spec.request import DraftRequest, SpecOptions
 from aserve.messages.base import array_i32
 from aserve.messages.requests import AdmitRequest
+from aserve_kernels.cpu.decoder_forward import decoder_step
 from tests.fakes.drafters import Stumbling, speculative
 from tests.fakes.graph_device import GraphDevice
 from tests.gpu.drive import captured, request, serve
@@ -144,6 +147,23 @@ def test_tokens_are_those_of_plain_decoding(
     assert served.outputs == expected
     windows = [batch.verify for batch in served.batches if batch.verify is not None]
     assert any(any(array_i32(window.num_drafts)) for window in windows)
+
+
+@pytest.mark.parametrize("algorithm", ["NEXTN", "NGRAM"])
+def test_windows_in_one_call_leave_no_trace_of_rejected_drafts(
+    folder: Path,
+    expected: dict[tuple[str, int], list[int]],
+    algorithm: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = Mock(side_effect=decoder_step)
+    monkeypatch.setattr(fused_decoder, "decoder_step", step)
+    drafts = SpecOptions(algorithm, num_steps=NUM_DRAFTS)
+    settings = SETTINGS | {"dtype": "float32"}
+    executor = build_executor(BuildOptions(folder, speculative=drafts, **settings))
+    served = serve(executor, asks(), chaos=3)
+    assert served.outputs == expected
+    assert step.call_count == len(served.batches)
 
 
 def test_captured_windows_advance_the_states_as_eager_ones_do(

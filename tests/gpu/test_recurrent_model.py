@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from aserve.errors import ConfigError
 from aserve.gpu.attention.recurrent import RecurrentBackend
 from aserve.gpu.build import BuildOptions, build_executor, build_on
+from aserve.gpu.device.cpu import fused_decoder
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.device.ops import DeviceOps
 from aserve.gpu.executor import TorchExecutor
@@ -26,6 +28,7 @@ from aserve.gpu.spec.request import SpecOptions
 from aserve.messages.base import array_i32
 from aserve.messages.requests import AdmitRequest, ReasoningIds
 from aserve.tiny import MODEL_DIR
+from aserve_kernels.cpu.decoder_forward import decoder_step
 from aserve_kernels.delta_rule import DeltaRows, DeltaStates, DeltaTokens
 from aserve_kernels.delta_step import advance_rows
 from tests.fakes.graph_device import GraphDevice
@@ -71,8 +74,8 @@ def asks(**options: Any) -> list[AdmitRequest]:
 
 
 def executor_of(folder: Path, **options: Any) -> TorchExecutor:
-    settings = {"dtype": "float64", "num_pages": 60, "max_rows": 4, **options}
-    return build_executor(BuildOptions(folder, debug_checks=True, **settings))
+    settings = {"dtype": "float64", "num_pages": 60, "max_rows": 4, "debug_checks": True}
+    return build_executor(BuildOptions(folder, **{**settings, **options}))
 
 
 @torch.inference_mode()
@@ -178,6 +181,25 @@ def test_what_the_last_owner_of_a_row_left_behind_reaches_nobody(
     assert serve(executor, asks(), chaos=3).outputs == expected
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_steps_in_one_call_give_the_same_tokens(
+    folder: Path,
+    expected: dict[tuple[str, int], list[int]],
+    way: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = Mock(side_effect=decoder_step)
+    monkeypatch.setattr(fused_decoder, "decoder_step", step)
+    options = {"dtype": "float32", "debug_checks": False, **WAYS[way]}
+    executor = executor_of(folder, **options)
+    for states in executor._runner.state.recurrent.values():
+        states.matrices.fill_(torch.nan)
+        states.inputs.fill_(torch.nan)
+    served = serve(executor, asks(), chaos=3)
+    assert served.outputs == expected
+    assert step.call_count == len(served.batches)
+
+
 def test_captured_steps_advance_the_states_as_eager_ones_do(
     folder: Path, expected: dict[tuple[str, int], list[int]]
 ) -> None:
@@ -205,7 +227,8 @@ def test_kernels_of_other_devices_give_the_same_tokens(
         return dataclasses.replace(made, make_advance_rows=lambda: counted)
 
     monkeypatch.setattr(CpuDevice, "ops", ops)
-    served = serve(executor_of(folder, dtype="float32", **OVERLAP), asks(), chaos=3)
+    executor = executor_of(folder, dtype="float32", attention="torch-ref", **OVERLAP)
+    served = serve(executor, asks(), chaos=3)
     assert served.outputs == expected
     assert len(calls) > NUM_TOKENS
 

@@ -143,6 +143,8 @@ HYBRID: dict[str, Any] = {
     "partial_rotary_factor": 0.5,
     "initializer_range": 0.05,  # wider weights would multiply what float32 rounds, here and there
 }
+# Heads of which the CPU's kernels take blocks of columns.
+BLOCKS = {**HYBRID, "linear_value_head_dim": 32}
 THREE_AXES = {"rope_parameters": {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}}
 SHARED = {**EXPERTS, "shared_expert_intermediate_size": 40}
 
@@ -215,11 +217,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-sliding": ("Qwen3", {**SWITCHED, "max_window_layers": 1}),
     "qwen3-mixed": ("Qwen3", {**SWITCHED, **MIXED}),
     "qwen3-next": ("Qwen3Next", {**HYBRID, **SHARED, "mlp_only_layers": [1]}),
-    # Heads of which the CPU's kernel takes blocks of columns.
-    "qwen3.5": ("Qwen3_5", {**HYBRID, **THREE_AXES, "linear_value_head_dim": 32}),
+    "qwen3-next-dense": ("Qwen3Next", {**BLOCKS, **SHARED, "mlp_only_layers": [0, 1, 2, 3]}),
+    "qwen3.5": ("Qwen3_5", {**BLOCKS, **THREE_AXES}),
     "qwen3.5-interval": (
         "Qwen3_5",
-        {**HYBRID, "layer_types": None, "full_attention_interval": 2, "attention_bias": True},
+        {**BLOCKS, "layer_types": None, "full_attention_interval": 2, "attention_bias": True},
     ),
     "qwen3.5-moe": ("Qwen3_5Moe", {**HYBRID, **THREE_AXES, **SHARED}),
     "lfm2": ("Lfm2", {**CONVS, "block_multiple_of": 16}),

@@ -42,6 +42,8 @@ from tests.parity.references import MAX_MODEL_LEN
 from tests.parity.test_forms import rounded
 
 KINDS = ("llama-biased", "llama-longrope", "qwen3-mixed", "gemma2", "gemma3", "granite")
+# Attention is the last layer of one.
+RECURRENT_KINDS = ("qwen3.5", "qwen3.5-interval", "qwen3-next-dense", "lfm2", "lfm2-indexed")
 # The rules of every fast form, relative in norm.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 PAGE_SIZE, MAX_ROWS = 4, 4
@@ -243,7 +245,7 @@ STEPS: list[tuple[Spans, list[int]]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("kind", ["qwen3-mixed", "gemma2", "granite"])
+@pytest.mark.parametrize("kind", ["qwen3-mixed", "gemma2", "granite", *RECURRENT_KINDS])
 async def test_a_step_in_one_call_draws_the_tokens_of_its_parts(
     kind: str, temperature: float, reference_of: ReferenceOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,10 +269,15 @@ async def test_a_step_in_one_call_draws_the_tokens_of_its_parts(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("kind", ["qwen3-mixed", *RECURRENT_KINDS])
 async def test_tokens_that_nobody_reads_are_left_out_of_the_last_layer(
-    dtype: torch.dtype, reference_of: ReferenceOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    dtype: torch.dtype,
+    reference_of: ReferenceOf,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    directory = rounded(reference_of("qwen3-mixed"), dtype, tmp_path)
+    directory = rounded(reference_of(kind), dtype, tmp_path)
     num_outputs: list[int] = []
 
     async def tokens_of(keeps_hidden: bool) -> list[object]:
@@ -292,7 +299,7 @@ async def test_tokens_that_nobody_reads_are_left_out_of_the_last_layer(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3-mixed", "gemma2", "granite"])
+@pytest.mark.parametrize("kind", ["qwen3-mixed", "gemma2", "granite", *RECURRENT_KINDS])
 async def test_a_team_of_threads_changes_no_bit(
     kind: str, reference_of: ReferenceOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

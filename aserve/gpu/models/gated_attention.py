@@ -20,9 +20,9 @@ from aserve.gpu.weights.source import WeightSource
 
 
 class GatedAttention:
-    """The `Mixer`."""
+    """The `Mixer`. A device's fused step reads its parts."""
 
-    __slots__ = ("_norms", "layer", "out", "qkv")
+    __slots__ = ("head_norms", "layer", "out", "qkv")
 
     def __init__(self, index: int, spec: DecoderSpec, weights: WeightSource, /) -> None:
         hidden_size, prefix = spec.config.hidden_size, f"model.layers.{index}.self_attn"
@@ -35,7 +35,7 @@ class GatedAttention:
             in_features=hidden_size,
             bias=spec.biases.qkv,
         )
-        self._norms = head_norms(layer, spec, weights)
+        self.head_norms = head_norms(layer, spec, weights)
         self.out = weights.linear(
             {f"{prefix}.o_proj": hidden_size}, in_features=q_size, bias=spec.biases.attention_out
         )
@@ -46,5 +46,7 @@ class GatedAttention:
         heads = self.qkv(x).view(len(x), -1, layer.head_dim)
         gated, stored = heads.split((2 * layer.num_heads, layer.num_stored_heads), dim=1)
         q, gate = gated.unflatten(1, (-1, 2)).unbind(2)
-        inputs = AttentionInputs(torch.cat((q, stored), dim=1), RopeInputs(cos_sin, self._norms))
+        inputs = AttentionInputs(
+            torch.cat((q, stored), dim=1), RopeInputs(cos_sin, self.head_norms)
+        )
         return self.out((attend(layer, inputs) * gate.sigmoid()).flatten(1))

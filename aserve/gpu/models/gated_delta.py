@@ -13,7 +13,7 @@ transformers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -84,16 +84,36 @@ class Projected:
     a: Tensor  # [value heads]
 
 
+class Projection(Protocol):
+    @property
+    def wide(self) -> LinearOp:
+        """The layer of q, k, v and z."""
+
+    @property
+    def narrow(self) -> LinearOp:
+        """The layer of b and a."""
+
+    @property
+    def num_groups(self) -> int:
+        """How many groups both layers' outputs have: each has its part of q, k, v and z, or of b
+        and a."""
+
+    def __call__(self, x: Tensor, /) -> Projected: ...
+
+
 class MakeProjection(Protocol):
     def __call__(
         self, prefix: str, shape: DeltaShape, weights: WeightSource, /, *, hidden_size: int
-    ) -> Callable[[Tensor], Projected]: ...
+    ) -> Projection: ...
 
 
 class GatedDeltaNet:
-    """The `Mixer`. It keeps nothing in the KV cache."""
+    """The `Mixer`. It keeps nothing in the KV cache. A device's fused step reads its parts."""
 
-    __slots__ = ("_conv", "_decay", "_dt_bias", "_eps", "_norm", "_project", "layer", "out", "spec")
+    __slots__ = (
+        *("conv", "decay", "dt_bias", "eps", "layer", "norm", "out", "project", "shape"),
+        "spec",
+    )
 
     def __init__(
         self,
@@ -108,27 +128,28 @@ class GatedDeltaNet:
         prefix, hidden_size = f"model.layers.{index}.linear_attn", spec.config.hidden_size
         num_heads, kernel = shape.linear_num_value_heads, shape.linear_conv_kernel_dim
         self.layer = None
+        self.shape = shape
         self.spec = RecurrentSpec(index, shape)
-        self._project = project(prefix, shape, weights, hidden_size=hidden_size)
+        self.project = project(prefix, shape, weights, hidden_size=hidden_size)
         conv = weights.tensor(f"{prefix}.conv1d.weight", (shape.num_channels, 1, kernel))
-        self._conv = conv.squeeze(1)
-        self._decay = -weights.tensor(f"{prefix}.A_log", (num_heads,), is_wide=True).exp()
-        self._dt_bias = weights.tensor(f"{prefix}.dt_bias", (num_heads,), is_wide=True)
+        self.conv = conv.squeeze(1)
+        self.decay = -weights.tensor(f"{prefix}.A_log", (num_heads,), is_wide=True).exp()
+        self.dt_bias = weights.tensor(f"{prefix}.dt_bias", (num_heads,), is_wide=True)
         sizes = (shape.linear_value_head_dim,)
-        self._norm = weights.tensor(f"{prefix}.norm.weight", sizes, is_wide=True)
-        self._eps = spec.config.rms_norm_eps
+        self.norm = weights.tensor(f"{prefix}.norm.weight", sizes, is_wide=True)
+        self.eps = spec.config.rms_norm_eps
         self.out = weights.linear(
             {f"{prefix}.out_proj": hidden_size}, in_features=shape.value_size, bias=False
         )
 
     def __call__(self, x: Tensor, cos_sin: Tensor, attend: Attend) -> Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""
-        parts = self._project(x)
-        log_decay = self._decay * functional.softplus(parts.a.to(self._decay.dtype) + self._dt_bias)
-        tokens = DeltaTokens(parts.channels, self._conv, log_decay, parts.b.sigmoid())
+        parts = self.project(x)
+        log_decay = self.decay * functional.softplus(parts.a.to(self.decay.dtype) + self.dt_bias)
+        tokens = DeltaTokens(parts.channels, self.conv, log_decay, parts.b.sigmoid())
         y = with_states(attend, self.spec).advance(self.spec, tokens)
         gate = functional.silu(parts.z.to(y.dtype))
-        normed = functional.rms_norm(y, self._norm.shape, self._norm, self._eps)
+        normed = functional.rms_norm(y, self.norm.shape, self.norm, self.eps)
         return self.out((normed * gate).to(x.dtype).flatten(1))
 
 
@@ -153,7 +174,11 @@ class JoinedProjection:
         narrow = {"in_proj_b": num_heads, "in_proj_a": num_heads}
         return cls(shape, *_linears(prefix, weights, (wide, narrow), hidden_size=hidden_size))
 
-    def __call__(self, x: Tensor) -> Projected:
+    @property
+    def num_groups(self) -> int:
+        return 1
+
+    def __call__(self, x: Tensor, /) -> Projected:
         shape = self.shape
         channels, z = self.wide(x).split((shape.num_channels, shape.value_size), dim=-1)
         b, a = self.narrow(x).chunk(2, dim=-1)
@@ -176,9 +201,12 @@ class GroupedProjection:
         narrow = {"in_proj_ba": 2 * shape.linear_num_value_heads}
         return cls(shape, *_linears(prefix, weights, (wide, narrow), hidden_size=hidden_size))
 
-    def __call__(self, x: Tensor) -> Projected:
-        shape = self.shape
-        num_groups = shape.linear_num_key_heads
+    @property
+    def num_groups(self) -> int:
+        return self.shape.linear_num_key_heads
+
+    def __call__(self, x: Tensor, /) -> Projected:
+        shape, num_groups = self.shape, self.num_groups
         value_size = shape.value_size // num_groups
         sizes = (2 * shape.linear_key_head_dim, value_size, value_size)
         qk, v, z = self.wide(x).unflatten(-1, (num_groups, -1)).split(sizes, dim=-1)

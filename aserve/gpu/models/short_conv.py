@@ -27,9 +27,9 @@ class ConvShape(msgspec.Struct, frozen=True):
 
 
 class ShortConv:
-    """The `Mixer`. It keeps nothing in the KV cache."""
+    """The `Mixer`. It keeps nothing in the KV cache. A device's fused step reads its parts."""
 
-    __slots__ = ("_bias", "_conv", "_into", "layer", "out", "spec")
+    __slots__ = ("bias", "conv", "into", "layer", "out", "spec")
 
     def __init__(self, index: int, spec: DecoderSpec, weights: WeightSource, /) -> None:
         fields, size = spec.config.fields, spec.config.hidden_size
@@ -37,16 +37,16 @@ class ShortConv:
         shape = ConvShape(size, fields.integer("conv_L_cache", minimum=2))
         self.layer = None
         self.spec = RecurrentSpec(index, shape)
-        self._into = weights.linear({f"{prefix}.in_proj": 3 * size}, in_features=size, bias=bias)
+        self.into = weights.linear({f"{prefix}.in_proj": 3 * size}, in_features=size, bias=bias)
         conv = weights.tensor(f"{prefix}.conv.weight", (size, 1, shape.num_taps))
-        self._conv = conv.squeeze(1)
-        self._bias = weights.tensor(f"{prefix}.conv.bias", (size,)) if bias else None
+        self.conv = conv.squeeze(1)
+        self.bias = weights.tensor(f"{prefix}.conv.bias", (size,)) if bias else None
         self.out = weights.linear({f"{prefix}.out_proj": size}, in_features=size, bias=bias)
 
     def __call__(self, x: Tensor, cos_sin: Tensor, attend: Attend) -> Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""
-        b, c, u = self._into(x).chunk(3, dim=-1)
-        mixed = with_states(attend, self.spec).convolve(self.spec, b * u, self._conv)
-        if self._bias is not None:
-            mixed = mixed + self._bias
+        b, c, u = self.into(x).chunk(3, dim=-1)
+        mixed = with_states(attend, self.spec).convolve(self.spec, b * u, self.conv)
+        if self.bias is not None:
+            mixed = mixed + self.bias
         return self.out(c * mixed.to(x.dtype))

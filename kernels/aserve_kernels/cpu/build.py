@@ -30,7 +30,9 @@ from numba.core import config
 from numba.core.registry import cpu_target
 
 from aserve_kernels.cpu.chunk_attention import compile_chunk_attention
+from aserve_kernels.cpu.conv_layer import compile_conv_layer
 from aserve_kernels.cpu.decoder_forward import compile_decoder_forward, compile_decoder_layers
+from aserve_kernels.cpu.delta_layer import compile_delta_layer
 from aserve_kernels.cpu.delta_rule import compile_advance_rows
 from aserve_kernels.cpu.draft_forward import compile_draft_forward
 from aserve_kernels.cpu.draw import compile_draw
@@ -63,6 +65,8 @@ COMPILERS: Mapping[str, Callable[[torch.dtype, int], None]] = {
     "chunk_attention_bfloat16": partial(compile_chunk_attention, kv_dtype=torch.bfloat16),
     "latent_attention": compile_latent_attention,
     "delta_rule": compile_advance_rows,
+    "delta_layer": lambda dtype, _: compile_delta_layer(dtype),
+    "conv_layer": lambda dtype, _: compile_conv_layer(dtype),
     "index_scores": compile_index_scores,
     "packed_linear": compile_packed_linear,
     "packed_bf16_linear": partial(compile_packed_linear, stored=torch.bfloat16),

@@ -6,6 +6,9 @@ calls between the matrix products. Per layer, with pre-norm residuals:
     h = h + residual_scale * out(attention(rope(norm(qkv(norm(h))))))
     h = (h + residual_scale * down(activation(gate(norm(h))) * up(norm(h)))) * out_scale
 
+The output of attention may be gated, and a layer may be recurrent: then a function of its own
+computes what is between its first product and `out` (delta_layer.py).
+
 The threads of a team share each product by outputs, attention by rows and KV heads, and the rest by
 tokens. Norms behind attention and MLP are supported too. Hidden states and sums are float32; the
 operands of the matrix products have the model's dtype, and KV has it or is fp8. Tokens are drawn
@@ -30,10 +33,11 @@ import torch
 from numba import njit
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, narrow, rounded, widen
-from aserve_kernels.cpu.gated_mul import activate
+from aserve_kernels.cpu.callback import call_at
+from aserve_kernels.cpu.gated_mul import activate, sigmoid
 from aserve_kernels.cpu.host_rows import Int64s
 from aserve_kernels.cpu.lora import add_to_wide
-from aserve_kernels.cpu.memory import array_at, scratch
+from aserve_kernels.cpu.memory import FLOAT32_LIKE, array_at, scratch
 from aserve_kernels.cpu.paged_attention import attend_share
 from aserve_kernels.cpu.precompile import FASTMATH, NO_REFCOUNT
 from aserve_kernels.cpu.product import PRODUCT, multiply_by
@@ -55,7 +59,9 @@ ONE = np.float32(1)
 # [max_rows + 1, probs_drafts, probs_vocab] float32 (0 where none are kept); the columns of seeds
 # (int64) and temperatures (float64) in the parameter tables. A softcap of 0 is none. Without
 # embeddings the residual stream is given. `ranks` has the words of rank_sum.py, for layers whose
-# products are sums over ranks; sizes are those of this rank.
+# products are sums over ranks; sizes are those of this rank. The output of attention is gated if
+# there are `gates`: as many as heads. `mixed` and `attended` are the sizes of two buffers, for each
+# token, that suffice for the mixers of all layers.
 #
 # Of draft models: `joined` is the size of the embeddings and of the hidden states that are joined
 # with them, 0 if none are. Then the weights of the norms of both parts and before the head; the
@@ -64,7 +70,8 @@ ONE = np.float32(1)
 MODEL: Any = np.dtype(
     [
         *[(name, np.int64) for name in ("hidden", "inner", "vocab", "num_embeddings", "max_len")],
-        *[(name, np.int64) for name in ("heads", "kv_heads", "head_dim", "rotary_dim")],
+        *[(name, np.int64) for name in ("heads", "kv_heads", "head_dim", "rotary_dim", "gates")],
+        *[(name, np.int64) for name in ("mixed", "attended")],
         *[(name, np.int64) for name in ("page_size", "table_rows", "table_columns", "activation")],
         *[(name, np.int64) for name in ("embeddings", "first_norm")],
         ("head", PRODUCT),
@@ -87,13 +94,15 @@ MODEL: Any = np.dtype(
 
 # The record of a layer: its linear layers, and addresses: float32 norm weights (0 for none); the
 # cos/sin table [max_len, rotary_dim]; the layer's KV and page table; what elements of KV stand for,
-# as `element * scale`.
+# as `element * scale`. A recurrent layer has none of these but norms, and `qkv` is its first
+# product. `advance` is the address of its function, and `recurrent` that of its record.
 LAYER: Any = np.dtype(
     [
         *[(name, PRODUCT) for name in ("qkv", "out", "gate_up", "down")],
         *[(name, np.int64) for name in ("head_norms", "after_attention", "before_mlp")],
         *[(name, np.int64) for name in ("after_mlp", "before_next", "cos_sin")],
         *[(name, np.int64) for name in ("keys", "values", "num_slots", "page_table", "window")],
+        *[(name, np.int64) for name in ("advance", "recurrent")],
         *[(name, np.float32) for name in ("factor", "cap", "head_eps", "out_scale")],
         *[(name, np.float32) for name in ("key_scale", "value_scale")],
     ],
@@ -156,14 +165,13 @@ class Tables:
     def num_wide(self) -> int:
         """Returns how many float32 the buffers of a forward have for each token."""
         model = self.model[0]
-        num_heads = model["heads"] + 2 * model["kv_heads"] * model["stores_kv"]
-        return int(2 * model["hidden"] + num_heads * model["head_dim"] + 2 * model["inner"])
+        return int(2 * model["hidden"] + model["mixed"] + 2 * model["inner"])
 
     @cached_property
     def num_narrow(self) -> int:
         """Returns how many elements of the model's dtype they have for each token."""
         model = self.model[0]
-        return int(model["heads"] * model["head_dim"] + model["inner"])
+        return int(model["attended"] + model["inner"])
 
 
 class Inputs(NamedTuple):
@@ -186,9 +194,9 @@ class Buffers(NamedTuple):
     """Holds what the layers of one forward write. The workers of a team share it."""
 
     hidden: Float32s  # [tokens, hidden], the residual stream
-    attended: Floats  # [tokens, heads, head_dim]
+    attended: Floats  # [tokens * attended], the input of `out`
     gated: Floats  # [tokens, inner]
-    heads: Float32s  # [tokens, q + k + v heads, head_dim]
+    mixed: Float32s  # [tokens * mixed], the heads of q, k, v and gates [tokens, heads, head_dim]
     gate_up: Float32s  # [tokens, 2 * inner]
     added: Float32s  # [tokens, hidden]
     kv: Floats  # [0] in the dtype of KV
@@ -201,16 +209,15 @@ def buffers_in(
     """Divides memory of `Tables.num_wide` and `num_narrow` elements for each token. `hidden` is its
     first part, or comes from elsewhere; `kv` is like KV."""
     num_tokens, size = hidden.shape[0], hidden.size
-    num_heads = model.heads + 2 * model.kv_heads * model.stores_kv
-    heads_size, gate_size = num_tokens * num_heads * model.head_dim, num_tokens * 2 * model.inner
-    attended_size = num_tokens * model.heads * model.head_dim
+    mixed_size, gate_size = num_tokens * model.mixed, num_tokens * 2 * model.inner
+    attended_size = num_tokens * model.attended
     rest = wide[2 * size :]
     return Buffers(
         hidden,
-        narrow_[:attended_size].reshape((num_tokens, model.heads, model.head_dim)),
+        narrow_[:attended_size],
         narrow_[attended_size:][: num_tokens * model.inner].reshape((num_tokens, model.inner)),
-        rest[:heads_size].reshape((num_tokens, num_heads, model.head_dim)),
-        rest[heads_size:][:gate_size].reshape((num_tokens, 2 * model.inner)),
+        rest[:mixed_size],
+        rest[mixed_size:][:gate_size].reshape((num_tokens, 2 * model.inner)),
         wide[size : 2 * size].reshape((num_tokens, model.hidden)),
         kv,
     )
@@ -219,14 +226,15 @@ def buffers_in(
 @njit(nogil=True)
 def run_layers(
     inputs: Inputs, model: Any, layers: Records, loras: Records, captured: Int64s, out: Floats,
-    streams: Floats, buffers: Buffers, team: Team,
+    streams: Floats, buffers: Buffers, call: int, team: Team,
 ) -> None:  # fmt: skip
     """Writes the output of the layers, [tokens, hidden], and the captured residual streams. All
     workers have written when it returns.
 
     Outputs that the caller reads come first in `out`, row after row, and the last layer computes no
     more of the others than keys and values. Without embeddings, buffers.hidden has the residual
-    stream that the layers begin with. A model that reads hidden states has a team of one.
+    stream that the layers begin with. A model that reads hidden states has a team of one. `call`
+    is the address of the record CALL of these arguments (layers_function.py).
     """
     ids, hiddens, rows, lens, starts, query_lens, num_read, slots = inputs
     num_tokens = ids.shape[0]
@@ -234,10 +242,12 @@ def run_layers(
     first, last = share_of(num_tokens, team)
     # `x` is the input of the next matrix product, and finally the result.
     x, own = out, out[first:last]
-    hidden, attended, gated, heads, gate_up, added, kv = buffers
+    hidden, attended, gated, mixed, gate_up, added, kv = buffers
     own_hidden, own_added = hidden[first:last], added[first:last]
     own_slots = slots[first:last]
-    num_heads, num_kept = heads.shape[1], num_read.sum()
+    num_heads = model.heads + 2 * model.kv_heads * model.stores_kv + model.gates
+    heads_shape, num_out = (num_tokens, num_heads, model.head_dim), num_heads * model.head_dim
+    num_kept = num_read.sum()
     query_starts, num_queries = starts, query_lens
     source = x
     if model.embeddings == 0:
@@ -249,30 +259,42 @@ def run_layers(
     meet(team)
     for index in range(layers.shape[0]):
         layer = layers[index]
-        flat_heads = heads.reshape((num_tokens, num_heads * model.head_dim))
-        multiply_by(layer.qkv, source, flat_heads, worker, num_workers)
-        meet(team)
-        _add_lora(source[first:last], own_slots, loras, 4 * index, flat_heads[first:last])
-        store_keys(model, layer, rows, lens, starts, query_lens, heads, attended, kv, first, last)
-        meet(team)
         if index == layers.shape[0] - 1:
             query_starts, num_queries = starts + query_lens - num_read, num_read
-        _attend(model, layer, rows, lens, query_starts, num_queries, heads, attended, kv, team)
+        multiply_by(layer.qkv, source, mixed, worker, num_workers)
+        num_in = layer.out.num_in
+        flat = attended[: num_tokens * num_in].reshape((num_tokens, num_in))
+        if layer.advance != 0:
+            arrays = (source.ctypes.data, mixed.ctypes.data, attended.ctypes.data)
+            call_at(layer.advance, (layer.recurrent, call, *arrays, worker, num_workers))
+        else:
+            meet(team)
+            flat_heads = mixed[: num_tokens * num_out].reshape((num_tokens, num_out))
+            _add_lora(source[first:last], own_slots, loras, 4 * index, flat_heads[first:last])
+            heads = flat_heads.reshape(heads_shape)
+            store_keys(
+                model, layer, rows, lens, starts, query_lens, heads, attended, kv, first, last
+            )  # fmt: skip
+            meet(team)
+            out_heads = flat.reshape((num_tokens, model.heads, model.head_dim))
+            _attend(model, layer, rows, lens, query_starts, num_queries, heads, out_heads, kv, team)
+            meet(team)
+            if model.gates != 0:
+                _gate_heads(flat_heads, flat, team)
         meet(team)
         # PERF: 640 tokens of a model of four layers take 47 ms, and 59 if all of them go on.
         if index == layers.shape[0] - 1 and num_kept < num_tokens:
             if worker == 0:
-                _move_to_front(query_starts, num_queries, attended, hidden)
+                _move_to_front(query_starts, num_queries, flat, hidden)
             if loras.shape[0] != 0:
                 slots = _slots_at(query_starts, num_queries, slots)
             num_tokens = num_kept
             first, last = share_of(num_tokens, team)
-            attended, gated, added = attended[:num_kept], gated[:num_kept], added[:num_kept]
+            flat, gated, added = flat[:num_kept], gated[:num_kept], added[:num_kept]
             x, gate_up = x[:num_kept], gate_up[:num_kept]
             own, own_hidden, own_added = x[first:last], hidden[first:last], added[first:last]
             own_slots = slots[first:last]
             meet(team)
-        flat = attended.reshape((num_tokens, model.heads * model.head_dim))
         multiply_by(layer.out, flat, added, worker, num_workers)
         meet(team)
         _add_lora(flat[first:last], own_slots, loras, 4 * index + 1, own_added)
@@ -426,8 +448,8 @@ def store_keys(
     heads: Float32s, like: Floats, kv: Floats, first: int, last: int,
 ) -> None:  # fmt: skip
     """Applies norm and RoPE to heads [tokens, q + k + v, head_dim] in place, and stores k and v if
-    the model stores them, for the tokens from `first` to `last` - 1. `like` has the model's
-    dtype, and `kv` that of KV."""
+    the model stores them, for the tokens from `first` to `last` - 1. Gates, which come with q, move
+    behind v. `like` has the model's dtype, and `kv` that of KV."""
     kv_shape = (layer.num_slots, model.kv_heads, model.head_dim)
     keys, values = array_at(layer.keys, kv_shape, kv), array_at(layer.values, kv_shape, kv)
     table = array_at(layer.page_table, (model.table_rows, model.table_columns), rows)
@@ -435,41 +457,81 @@ def store_keys(
     num_rotated = model.heads + model.kv_heads * model.stores_kv
     norms = array_at(layer.head_norms, (num_rotated, model.head_dim), heads)
     rope = np.empty(model.rotary_dim, np.float32)
+    gates = np.empty((model.gates, model.head_dim), np.float32)
     for r in range(rows.shape[0]):
         start, stop = max(first, starts[r]), min(last, starts[r] + query_lens[r])
         if start < stop:
             position = lens[r] - query_lens[r] + start - starts[r]
             _rope_and_store(
                 heads[start:stop], keys, values, table[rows[r]], position, model, layer, cos_sin,
-                norms, rope,
+                norms, rope, gates,
             )  # fmt: skip
 
 
 @njit(nogil=True, **NO_REFCOUNT)
 def _rope_and_store(
     heads: Float32s, keys: Floats, values: Floats, pages: Int64s, position: int,
-    model: Any, layer: Any, cos_sin: Floats, norms: Float32s, rope: Float32s,
+    model: Any, layer: Any, cos_sin: Floats, norms: Float32s, rope: Float32s, gates: Float32s,
 ) -> None:  # fmt: skip
-    """Handles one row's tokens, from `position` on. `rope` [rotary_dim] is scratch memory."""
+    """Handles one row's tokens, from `position` on. `rope` [rotary_dim] and `gates` [gates,
+    head_dim] are scratch memory."""
     num_rotated = norms.shape[0]
     for token in range(heads.shape[0]):
         token_position = position + token
         token_heads = heads[token]
+        if model.gates != 0:
+            _move_gates(token_heads, gates)
         widen(cos_sin[token_position], rope)
         for head in range(num_rotated):
             if layer.head_norms != 0:
-                _norm(token_heads[head], norms[head], layer.head_eps, token_heads[head])
+                norm_row(token_heads[head], norms[head], layer.head_eps, token_heads[head])
             _rope_head(token_heads[head], rope)
         if model.stores_kv == 0:
             continue
         page = pages[token_position // model.page_size]
         slot = page * model.page_size + token_position % model.page_size
         token_keys = token_heads[model.heads : num_rotated].reshape(-1)
-        token_values = token_heads[num_rotated:].reshape(-1)
+        token_values = token_heads[num_rotated : num_rotated + model.kv_heads].reshape(-1)
         _divide(token_keys, layer.key_scale)
         _divide(token_values, layer.value_scale)
         narrow(token_keys, keys[slot].reshape(-1))
         narrow(token_values, values[slot].reshape(-1))
+
+
+@njit(nogil=True, **NO_REFCOUNT)
+def _move_gates(heads: Float32s, gates: Float32s) -> None:
+    """Changes the order of heads [q + k + v + gates, head_dim]: each gate comes behind its query,
+    and then all come last. `gates` [gates, head_dim] is scratch memory."""
+    num_gates, num_others = gates.shape[0], heads.shape[0] - gates.shape[0]
+    for head in range(num_gates):
+        _copy(heads[2 * head + 1], gates[head])
+        _copy(heads[2 * head], heads[head])
+    for head in range(num_gates, num_others):
+        _copy(heads[head + num_gates], heads[head])
+    for head in range(num_gates):
+        _copy(gates[head], heads[num_others + head])
+
+
+@njit(nogil=True, **NO_REFCOUNT)
+def _copy(source: Float32s, target: Float32s) -> None:
+    for i in range(source.shape[0]):
+        target[i] = source[i]
+
+
+@njit(nogil=True, fastmath=FASTMATH, error_model="numpy")
+def _gate_heads(heads: Float32s, attended: Floats, team: Team) -> None:
+    """attended *= sigmoid(gates), for a worker's share of the elements. The gates of attended
+    [tokens, size] are the last elements of heads [tokens, q + k + v + gates]."""
+    num_tokens, size = attended.shape
+    first, last = share_of(size, team)
+    wide = scratch((last - first,), FLOAT32_LIKE)
+    for token in range(num_tokens):
+        gates = heads[token, heads.shape[1] - size + first : heads.shape[1] - size + last]
+        own = attended[token, first:last]
+        widen(own, wide)
+        for i in range(np.uint64(last - first)):
+            wide[i] *= sigmoid(gates[i])
+        narrow(wide, own)
 
 
 @njit(nogil=True, **NO_REFCOUNT)
@@ -499,14 +561,14 @@ def _add_norm(
     for token in range(hidden.shape[0]):
         total, more = hidden[token], added[token]
         if norm_of_added != 0:
-            _norm(more, array_at(norm_of_added, more.shape, more), model.eps, more)
+            norm_row(more, array_at(norm_of_added, more.shape, more), model.eps, more)
         for i in range(total.shape[0]):
             total[i] = (total[i] + model.residual_scale * more[i]) * factor
         _norm_into(total, norm, model.eps, more, x[token])
 
 
 @njit(nogil=True, fastmath=FASTMATH, **NO_REFCOUNT)
-def _norm(x: Float32s, weight: Float32s, eps: np.float32, out: Float32s) -> None:
+def norm_row(x: Float32s, weight: Float32s, eps: np.float32, out: Float32s) -> None:
     total = np.float32(0)
     for i in range(x.shape[0]):
         total += x[i] * x[i]
@@ -520,7 +582,7 @@ def _norm_into(x: Float32s, norm: int, eps: np.float32, normed: Float32s, out: F
     if norm == 0:
         narrow(x, out)
         return
-    _norm(x, array_at(norm, x.shape, x), eps, normed)
+    norm_row(x, array_at(norm, x.shape, x), eps, normed)
     narrow(normed[: x.shape[0]], out)
 
 

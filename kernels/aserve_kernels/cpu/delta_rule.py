@@ -102,14 +102,14 @@ def _advance_share(
             unit += 1
             if unit % num_workers != worker:
                 continue
-            _advance_head(
+            advance_head(
                 channels[first:last], conv, log_decay[first:last], rate[first:last],
                 matrices[row], inputs[row], out[first:last], kv_lens[r], head, num_keys,
             )  # fmt: skip
 
 
 @njit(nogil=True, fastmath=FASTMATH, error_model="numpy")
-def _advance_head(
+def advance_head(
     channels: Floats, conv: Float32s, log_decay: Float32s, rate: Float32s, matrices: Float32s,
     inputs: Floats, out: Float32s, begin: int, head: int, num_keys: int,
 ) -> None:  # fmt: skip

@@ -172,7 +172,7 @@ def _store(
     models: Records, layers: Records,
 ) -> None:  # fmt: skip
     model = models[0]
-    num_heads = model.heads + 2 * model.kv_heads
+    num_heads = model.heads + 2 * model.kv_heads + model.gates
     heads = np.empty((inputs.shape[0], num_heads, model.head_dim), np.float32)
     flat_heads = heads.reshape((inputs.shape[0], num_heads * model.head_dim))
     for index in range(layers.shape[0]):

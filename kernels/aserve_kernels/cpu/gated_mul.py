@@ -58,13 +58,13 @@ def activate(row: Float32s, up: Float32s, activation: int, like: Floats) -> None
     size = np.uint64(row.shape[0])  # PERF: unsigned, as in rope_and_store_kv.py
     if activation == SILU:
         for i in range(size):
-            row[i] = rounded(row[i] * _sigmoid(row[i]), like) * up[i]
+            row[i] = rounded(row[i] * sigmoid(row[i]), like) * up[i]
     elif activation == GELU_TANH:
         for i in range(size):
             x = row[i]
             # (1 + tanh(y)) / 2 is the sigmoid of 2 y.
             inner = GELU_SCALE * (x + GELU_CUBE * x * x * x)
-            row[i] = rounded(x * _sigmoid(np.float32(2) * inner), like) * up[i]
+            row[i] = rounded(x * sigmoid(np.float32(2) * inner), like) * up[i]
     else:
         for i in range(size):
             x = row[i]
@@ -73,7 +73,7 @@ def activate(row: Float32s, up: Float32s, activation: int, like: Floats) -> None
 
 
 @njit(inline="always")
-def _sigmoid(x: np.float32) -> np.float32:
+def sigmoid(x: np.float32) -> np.float32:
     power = power_of_two(-abs(x) * np.float32(LOG2_E))
     part = np.float32(1) / (np.float32(1) + power)
     return part if x >= 0 else power * part

@@ -148,6 +148,7 @@ def layers_function(dtype: torch.dtype, kv_dtype: torch.dtype) -> Callback:
             array_at(call.out, shape, like),
             array_at(call.streams, (tables.num_captured, *shape), like),
             buffers,
+            address,
             Team(worker, num_workers, array_at(call.meeting, (MEETING_LEN,), INT64_LIKE)),
         )
 

@@ -47,6 +47,7 @@ from aserve_kernels.cpu.decoder_forward import (
     decoder_step,
 )
 from aserve_kernels.cpu.decoder_layers import Tables
+from aserve_kernels.cpu.delta_rule import fits_blocks
 from aserve_kernels.cpu.host_rows import Int64s, QueryRows
 from aserve_kernels.cpu.team import team_size
 from aserve_kernels.row_columns import INT_COLUMNS
@@ -223,6 +224,8 @@ def make_compiled_forward(model: CausalModel, state: DeviceState) -> CompiledFor
     if state.pools.dtype not in (model.dtype, torch.bfloat16, FP8):
         return None
     if not are_layers_covered(model, masks=(Mask.CAUSAL,)):
+        return None
+    if not all(map(fits_blocks, state.recurrent.values())):
         return None
     compile_decoder_layers(model.dtype, state.pools.dtype)
     compile_decoder_forward(model.dtype)

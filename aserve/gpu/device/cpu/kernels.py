@@ -31,6 +31,9 @@ ON_DEMAND = (
     *("lora", "latent_attention", "index_scores", "delta_rule", "int8_linear", "int4_linear"),
 )
 
+# Parts of a fused step that only some models have. A team of any size runs them.
+IN_ONE_CALL = ("draft_forward", "delta_layer", "conv_layer")
+
 logger = logging.getLogger(__name__)
 
 
@@ -44,7 +47,7 @@ def all_kernels(isa: CpuIsa) -> list[KernelVariant]:
             some = _variants(ON_DEMAND, dtype, num_threads=num_threads)
             variants |= dict.fromkeys(some + _attention(dtype, isa, num_threads))
         if has_tiles(dtype, isa):
-            variants |= dict.fromkeys(_variants(["draft_forward"], dtype))
+            variants |= dict.fromkeys(_variants(IN_ONE_CALL, dtype))
     return list(variants)
 
 

@@ -5,7 +5,7 @@ draft_forward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -22,21 +22,29 @@ from aserve.gpu.layers.norm import AddNorm, Norm, RmsNorm, SumAndNorm
 from aserve.gpu.lora.tables import LoraLinear
 from aserve.gpu.models.base import CausalModel
 from aserve.gpu.models.decoder import Attention, Block, Decoder
+from aserve.gpu.models.decoder_spec import Mixer
 from aserve.gpu.models.draft_decoder import DraftDecoder, JoinedInputs, ScaledSum
+from aserve.gpu.models.gated_attention import GatedAttention
+from aserve.gpu.models.gated_delta import GatedDeltaNet
+from aserve.gpu.models.short_conv import ShortConv
 from aserve.gpu.parallel.shared import SharedCollectives
 from aserve.gpu.parallel.source import SummedLinear
 from aserve.gpu.parallel.stages import StagedDecoder
 from aserve.gpu.step.future_map import LAST_TOKEN, SEQ_LEN, FutureMap
 from aserve.gpu.step.resolve import DRAFTS, DeviceState
+from aserve_kernels.cpu.callback import Callback
+from aserve_kernels.cpu.conv_layer import SHORT_CONV, conv_buffer_sizes, conv_layer_function
 from aserve_kernels.cpu.decoder_layers import (
     LAYER,
     LORA,
+    LORA_LAYERS,
     MODEL,
     NO_LAYERS,
     NO_LORAS,
     Records,
     Tables,
 )
+from aserve_kernels.cpu.delta_layer import RECURRENT, buffer_sizes, delta_layer_function
 from aserve_kernels.cpu.gated_mul import KINDS
 from aserve_kernels.cpu.gemm import tiles_product
 from aserve_kernels.cpu.host_rows import NO_WINDOW
@@ -48,7 +56,17 @@ from aserve_kernels.row_columns import FLOAT_COLUMNS, INT_COLUMNS
 
 PLAIN_INPUTS = JoinedInputs()
 LayerStack: TypeAlias = Decoder | StagedDecoder | DraftDecoder
+CoveredMixer: TypeAlias = Attention | GatedAttention | GatedDeltaNet | ShortConv
 NO_FACTORS = np.empty(0, np.float32)
+# The fields of LAYER that layers of the other kind do not have.
+NOT_RECURRENT = {"advance": 0, "recurrent": 0}
+NO_ATTENTION = dict.fromkeys(
+    (
+        *("head_norms", "cos_sin", "keys", "values", "num_slots", "page_table", "window"),
+        *("factor", "cap", "head_eps", "key_scale", "value_scale"),
+    ),
+    0,
+)
 Product: TypeAlias = tuple[float, ...]  # the fields of PRODUCT
 Values: TypeAlias = Mapping[str, float | Product]
 
@@ -97,13 +115,14 @@ def are_layers_covered(model: CausalModel | DraftDecoder, *, masks: tuple[Mask, 
     if isinstance(model, DraftDecoder):
         inputs = model.inputs or PLAIN_INPUTS
         products += [p for p in (inputs.projection, model.next_hidden) if p is not None]
-    are_packed = all(map(_is_packed, products))
-    layers = [block.mixer.layer for block in model.blocks]
-    shapes = {layer and (layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
-    is_uniform = len(shapes) == 1 and len({layer and layer.mask for layer in layers}) == 1
-    has_masks = all(layer is not None and _has_mask(layer, masks) for layer in layers)
-    are_covered = all(map(_is_block_covered, model.blocks))
-    return are_packed and is_uniform and has_masks and are_covered
+    if not _are_packed(products) or not all(map(_is_block_covered, model.blocks)):
+        return False
+    attentions = _attentions(model)
+    layers = [attention.layer for attention in attentions]
+    shapes = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
+    is_uniform = len(shapes) == len({layer.mask for layer in layers}) == 1
+    has_masks = all(_has_mask(layer, masks) for layer in layers)
+    return is_uniform and has_masks and len(set(map(type, attentions))) == 1
 
 
 def ranks_of(model: LayerStack) -> SharedCollectives | None:
@@ -125,11 +144,40 @@ def _has_mask(layer: LayerSpec, masks: tuple[Mask, ...]) -> bool:
 
 
 def _is_block_covered(block: Block) -> bool:
-    attention, mlp = block.mixer, block.mlp
-    if not isinstance(attention, Attention) or not isinstance(mlp, GatedMlp):
+    mixer = block.mixer
+    if not isinstance(mixer, CoveredMixer) or not isinstance(block.mlp, GatedMlp):
         return False
-    are_packed = all(map(_is_packed, _products(block)))
-    return are_packed and attention.joint_norm is None and attention.sinks is None
+    products: tuple[LinearOp, ...] = _products(block)
+    if isinstance(mixer, Attention):
+        return _are_packed(products) and mixer.joint_norm is None and mixer.sinks is None
+    if isinstance(mixer, GatedDeltaNet):
+        products = (*products, mixer.project.narrow)
+    # Neither adapters nor sums over ranks are known beside recurrent layers.
+    is_plain = not any(isinstance(product, LoraLinear | SummedLinear) for product in products)
+    return is_plain and _are_packed(products)
+
+
+def _attentions(model: LayerStack) -> list[Attention | GatedAttention]:
+    mixers = [block.mixer for block in model.blocks]
+    return [mixer for mixer in mixers if isinstance(mixer, Attention | GatedAttention)]
+
+
+def _buffer_sizes(mixer: Mixer) -> tuple[int, int]:
+    """Returns how many float32 and how many elements of the model's dtype each token needs."""
+    if isinstance(mixer, GatedDeltaNet):
+        shape = mixer.shape
+        num_heads = shape.linear_num_value_heads
+        return buffer_sizes(shape.num_channels, shape.value_size, num_heads)
+    if isinstance(mixer, ShortConv):
+        return conv_buffer_sizes(mixer.spec.shape.num_channels)
+    layer = mixer.layer
+    assert layer is not None
+    num_heads = layer.num_heads + layer.num_stored_heads + _num_gates(mixer)
+    return num_heads * layer.head_dim, layer.num_heads * layer.head_dim
+
+
+def _num_gates(attention: Mixer) -> int:
+    return attention.layer.num_heads if isinstance(attention, GatedAttention) else 0
 
 
 class ModelRecords:
@@ -142,7 +190,7 @@ class ModelRecords:
         """The KV pools of `state` are those of the model."""
         self._dtype = model.dtype
         self._state = state
-        self._kept: list[Tensor] = []
+        self._kept: list[Tensor | Records] = []
         layers = np.zeros(len(model.blocks), LAYER)
         for index, block in enumerate(model.blocks):
             values = self._layer(block, whole_of(model).rotaries[block.rotary].table)
@@ -163,9 +211,9 @@ class ModelRecords:
         spec = whole.spec if isinstance(whole, Decoder) else None
         config = whole.config if isinstance(whole, DraftDecoder) else whole.spec.config
         head = head_of(model) if has_packed_head(model) else None
-        layer, table = model.blocks[0].mixer.layer, whole.rotaries[0].table
+        attention, table = _attentions(model)[0], whole.rotaries[0].table
+        layer, sizes = attention.layer, [_buffer_sizes(block.mixer) for block in model.blocks]
         begins = not isinstance(model, StagedDecoder) or model.is_first
-        assert layer is not None
         return {
             "hidden": config.hidden_size,
             "inner": config.intermediate_size,
@@ -176,6 +224,9 @@ class ModelRecords:
             "kv_heads": layer.num_kv_heads,
             "head_dim": layer.head_dim,
             "rotary_dim": table.shape[1],
+            "gates": _num_gates(attention),
+            "mixed": max(mixed for mixed, _ in sizes),
+            "attended": max(attended for _, attended in sizes),
             "activation": KINDS[config.activation],
             "embeddings": whole.embeddings.data_ptr() if begins else 0,
             "first_norm": self._norm(model.first_norm),
@@ -207,26 +258,32 @@ class ModelRecords:
         }
 
     def _layer(self, block: Block, cos_sin: Tensor) -> Values:
-        attention, mlp = block.mixer, block.mlp
-        assert isinstance(attention, Attention)
-        assert isinstance(mlp, GatedMlp)
-        layer, pools = attention.layer, self._state.pools
-        kv = pools.layers[layer.index]
-        key_scale, value_scale = kv.scales
-        factor, cap = fold_log2(layer.scale * key_scale, layer.softcap)
-        head_norms, after = attention.head_norms, block.before_next
+        mixer, after = block.mixer, block.before_next
+        products = map(self._product, _products(block))
+        if isinstance(mixer, GatedDeltaNet):
+            own = {**NO_ATTENTION, **self._delta(mixer)}
+        elif isinstance(mixer, ShortConv):
+            own = {**NO_ATTENTION, **self._conv(mixer)}
+        else:
+            assert isinstance(mixer, Attention | GatedAttention)
+            own = {**self._attention(mixer), "cos_sin": cos_sin.data_ptr(), **NOT_RECURRENT}
         return {
-            "qkv": self._product(attention.qkv),
-            "out": self._product(attention.out),
-            "gate_up": self._product(mlp.gate_up),
-            "down": self._product(mlp.down),
-            "head_norms": 0 if head_norms is None else head_norms.weight.data_ptr(),
+            **own,
+            **dict(zip(LORA_LAYERS, products, strict=True)),
             "after_attention": self._norm(block.after_attention),
             "before_mlp": self._norm_of_sum(block.before_mlp),
             "after_mlp": self._norm(block.after_mlp),
             "before_next": self._norm_of_sum(after),
             "out_scale": float(after.factor) if isinstance(after, ScaledSum) else 1.0,
-            "cos_sin": cos_sin.data_ptr(),
+        }
+
+    def _attention(self, attention: Attention | GatedAttention) -> Values:
+        layer, pools, head_norms = attention.layer, self._state.pools, attention.head_norms
+        kv = pools.layers[layer.index]
+        key_scale, value_scale = kv.scales
+        factor, cap = fold_log2(layer.scale * key_scale, layer.softcap)
+        return {
+            "head_norms": 0 if head_norms is None else head_norms.weight.data_ptr(),
             "keys": kv.keys.data_ptr(),
             "values": kv.values.data_ptr(),
             "num_slots": len(kv.keys),
@@ -238,6 +295,55 @@ class ModelRecords:
             "value_scale": value_scale,
             "head_eps": 0.0 if head_norms is None else head_norms.eps,
         }
+
+    def _delta(self, mixer: GatedDeltaNet) -> Values:
+        shape, states = mixer.shape, self._state.recurrent[mixer.spec.index]
+        mixed, attended = _buffer_sizes(mixer)
+        values: Values = {
+            "narrow": self._product(mixer.project.narrow),
+            "key_heads": shape.linear_num_key_heads,
+            "value_heads": shape.linear_num_value_heads,
+            "key_dim": shape.linear_key_head_dim,
+            "value_dim": shape.linear_value_head_dim,
+            "width": shape.linear_conv_kernel_dim,
+            "groups": mixer.project.num_groups,
+            "mixed": mixed,
+            "attended": attended,
+            "table_rows": len(states.matrices),
+            "num_places": states.matrices.shape[1],
+            "num_inputs": states.inputs.shape[1],
+            "conv": self._keep(mixer.conv),
+            "decay": self._keep(mixer.decay),
+            "dt_bias": self._keep(mixer.dt_bias),
+            "norm": self._keep(mixer.norm),
+            "matrices": states.matrices.data_ptr(),
+            "inputs": states.inputs.data_ptr(),
+            "eps": mixer.eps,
+        }
+        function = delta_layer_function(self._dtype)
+        return self._recurrent(function, _record(np.zeros(1, RECURRENT), values))
+
+    def _conv(self, mixer: ShortConv) -> Values:
+        shape, states = mixer.spec.shape, self._state.recurrent[mixer.spec.index]
+        mixed, attended = _buffer_sizes(mixer)
+        values: Values = {
+            "channels": shape.num_channels,
+            "taps": shape.num_taps,
+            "mixed": mixed,
+            "attended": attended,
+            "table_rows": len(states.inputs),
+            "num_inputs": states.inputs.shape[1],
+            "conv": self._keep(mixer.conv.T),
+            "bias": 0 if mixer.bias is None else self._keep(mixer.bias),
+            "inputs": states.inputs.data_ptr(),
+        }
+        function = conv_layer_function(self._dtype)
+        return self._recurrent(function, _record(np.zeros(1, SHORT_CONV), values))
+
+    def _recurrent(self, function: Callback, record: Records) -> Values:
+        """`function` advances a layer of this record."""
+        self._kept.append(record)
+        return {"advance": function.address, "recurrent": record.ctypes.data}
 
     def _product(self, product: LinearOp | None) -> Product:
         """Returns the fields of PRODUCT."""
@@ -256,10 +362,13 @@ class ModelRecords:
 
     def _norm(self, norm: Norm) -> int:
         """The address of a norm's weight in float32; 0 for no norm."""
-        if not isinstance(norm, CompiledNorm | RmsNorm):
-            return 0
-        self._kept.append(norm.weight.float().contiguous())
-        return self._kept[-1].data_ptr()
+        return self._keep(norm.weight) if isinstance(norm, CompiledNorm | RmsNorm) else 0
+
+    def _keep(self, weight: Tensor) -> int:
+        """The address of a weight in float32."""
+        wide = weight.float().contiguous()
+        self._kept.append(wide)
+        return wide.data_ptr()
 
     def _norm_of_sum(self, norm: SumAndNorm) -> int:
         assert isinstance(norm, AddNorm | ScaledSum)  # all that the CPU's operators make
@@ -322,10 +431,17 @@ def describe_loras(decoder: Decoder | StagedDecoder) -> Records:
 
 def _products(block: Block) -> tuple[LinearOp, LinearOp, LinearOp, LinearOp]:
     """Returns the linear layers, in the order of LORA_LAYERS."""
-    attention, mlp = block.mixer, block.mlp
-    assert isinstance(attention, Attention)
+    mixer, mlp = block.mixer, block.mlp
+    assert isinstance(mixer, CoveredMixer)
     assert isinstance(mlp, GatedMlp)
-    return attention.qkv, attention.out, mlp.gate_up, mlp.down
+    match mixer:
+        case GatedDeltaNet():
+            first = mixer.project.wide
+        case ShortConv():
+            first = mixer.into
+        case _:
+            first = mixer.qkv
+    return first, mixer.out, mlp.gate_up, mlp.down
 
 
 def _plain(product: LinearOp) -> LinearOp:
@@ -339,6 +455,10 @@ def _own_part(product: LinearOp) -> LinearOp:
     if not isinstance(product, SummedLinear) or product.bias is not None:
         return product
     return product.part if isinstance(product.ranks, SharedCollectives) else product
+
+
+def _are_packed(products: Iterable[LinearOp]) -> bool:
+    return all(map(_is_packed, products))
 
 
 def _is_packed(product: LinearOp) -> bool:
