@@ -169,6 +169,12 @@ class KvOptions:
         "do not keep the KV of earlier prompts for reuse",
         Limits(aliases=("disable-radix-cache", "no-enable-prefix-caching")),
     )
+    num_state_checkpoints: int | None = option(
+        None,
+        "copies of the states of recurrent layers behind which other prompts begin; default: what "
+        "a quarter of the memory for KV holds; 0: such a model has no prefix cache",
+        Limits(low=0),
+    )
     enable_hierarchical_cache: bool = option(
         False,
         "keep KV that the prefix cache evicts in host memory, and bring it back when a prompt "

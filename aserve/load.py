@@ -216,6 +216,7 @@ def build_options(resolved: Resolved, model_dir: Path) -> BuildOptions:
         num_pages=resolved.kv.num_pages,
         memory_share=resolved.kv.gpu_memory_utilization,
         prefix_cache=not resolved.kv.no_prefix_cache,
+        num_checkpoints=resolved.kv.num_state_checkpoints,
         kv_tiers=resolved.kv.tier_policy,
         max_rows=resolved.scheduler.max_num_seqs,
         max_batched_tokens=resolved.scheduler.max_num_batched_tokens,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from aserve.messages.base import array_i32
 from aserve.messages.executor import EngineSpec
-from aserve.messages.step import ScheduleBatch
+from aserve.messages.step import ScheduleBatch, StateCopies
 from aserve.scheduling.request import child_seed
 from tests.stories import Story
 
@@ -24,6 +24,8 @@ class LaunchChecks:
         }
         self._tenants: dict[int, Story] = {}  # by row
         self._ends: dict[int, int] = {}  # by row, of its last step
+        self.num_checkpoint_reads = 0
+        self._checkpoints: dict[int, int] = {}  # by page, the position whose states it holds
         self._pages: dict[int, list[int]] = {}  # by row, of the first group, as batches write them
 
     def check(self, batch: ScheduleBatch) -> None:
@@ -37,11 +39,24 @@ class LaunchChecks:
         self._check_skipped(batch)
 
     def _check_states(self, batch: ScheduleBatch) -> None:
-        """Each row goes on at the end of its last step, whether that failed or not, or begins."""
+        """Each row goes on at the end of its last step, whether that failed or not, or before
+        drafts of it; or it begins with its first token, or at a checkpoint of its position.
+        """
+        copies = batch.states or StateCopies(b"", b"", b"", b"")
+        reads = _pairs(copies.read_rows, copies.read_pages)
+        most_drafts = self.spec.depth * (self.spec.decode.max_tokens_per_step - 1)  # in flight
         columns = map(array_i32, (batch.rows, batch.kv_lens, batch.query_lens))
         for row, kv_len, query_len in zip(*(c.tolist() for c in columns), strict=True):
-            assert kv_len in (0, self._ends.get(row)), f"step {batch.iteration}, row {row}"
+            end = self._ends.get(row, 0)
+            allowed = [0, *range(end - most_drafts, end + 1)]
+            if row in reads:
+                allowed = [self._checkpoints[reads.pop(row)]]
+                self.num_checkpoint_reads += 1
+            assert kv_len in allowed, f"step {batch.iteration}, row {row}"
             self._ends[row] = kv_len + query_len
+        assert not reads, f"step {batch.iteration} reads states of other rows: {reads}"
+        for row, page in _pairs(copies.written_rows, copies.written_pages).items():
+            self._checkpoints[page] = self._ends[row]
 
     def _check_skipped(self, batch: ScheduleBatch) -> None:
         """A row whose last step skipped a drafter with a model has no drafts."""
@@ -86,3 +101,7 @@ class LaunchChecks:
         is_named = self.spec.names_shared_pages and len(tables) > 1
         assert batch.shared_pages == (num_shared if is_named else 0)
         self.num_shared_pages += batch.shared_pages
+
+
+def _pairs(rows: bytes, pages: bytes) -> dict[int, int]:
+    return dict(zip(array_i32(rows).tolist(), array_i32(pages).tolist(), strict=True))

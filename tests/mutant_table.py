@@ -14,8 +14,10 @@ TRANSFERS = "tests/scheduling/test_transfers.py"
 CACHE = "tests/cache/test_cache_model.py"
 STATES = (
     "tests/properties/test_scheduler_traces.py::"
-    "test_rows_with_a_state_never_go_back_but_to_their_first_token"
+    "test_rows_with_a_state_go_on_where_they_ended_or_begin_at_a_checkpoint"
 )
+CHECKPOINTS = "tests/scheduling/test_checkpoints.py"
+CACHED_STATES = "tests/gpu/test_state_checkpoints.py"
 STEADY = "tests/scheduling/test_steady.py"
 ROOM = "tests/scheduling/test_room.py"
 EXECUTOR = "tests/gpu/test_executor.py"
@@ -133,9 +135,93 @@ MUTANTS = (
     Mutant(
         "a recurrent row that goes on behind a dropped step",
         "aserve/scheduling/flights.py",
-        "sequence.restart(0 if sequence.is_recurrent else final_len)",
+        "sequence.restart(_begin_len(sequence) if goes_back else final_len)",
         "sequence.restart(final_len)",
         STATES,
+    ),
+    Mutant(
+        "a recurrent row that begins behind a page without a checkpoint",
+        "aserve/cache/state_cache.py",
+        "return self._tree.cut(prefix, self.checkpoints.last_of(nodes))",
+        "return prefix",
+        STATES,
+    ),
+    Mutant(
+        "a checkpoint of a step that was dropped",
+        "aserve/scheduling/checkpoints.py",
+        "        cache.forget_pending(allocation)\n",
+        "",
+        STATES,
+    ),
+    Mutant(
+        "a row that begins anew beside checkpoints of dropped steps",
+        "aserve/scheduling/checkpoints.py",
+        "    if not sequence.written_pages:\n",
+        "    if False:\n",
+        CHECKPOINTS,
+    ),
+    Mutant(
+        "a checkpoint behind drafts that may be rejected",
+        "aserve/scheduling/checkpoints.py",
+        "(ends % page_size == 0) & (query_lens <= table.remaining[rows])",
+        "(ends % page_size == 0)",
+        CHECKPOINTS,
+    ),
+    Mutant(
+        "a checkpoint at a length that is not certain",
+        "aserve/scheduling/checkpoints.py",
+        "cache is None or sequence.num_uncertain or",
+        "cache is None or",
+        CHECKPOINTS,
+    ),
+    Mutant(
+        "a checkpoint that is given away while a row may begin at it",
+        "aserve/cache/state_cache.py",
+        "        self.checkpoints.lock(node)\n",
+        "",
+        STATES,
+    ),
+    Mutant(
+        "checkpoints of evicted pages that stay",
+        "aserve/cache/state_cache.py",
+        "            self.checkpoints.drop(nodes)\n",
+        "",
+        STATES,
+    ),
+    Mutant(
+        "an answer that keeps all its checkpoints",
+        "aserve/cache/state_cache.py",
+        "self.checkpoints.unlock(states.node, is_passed=True)",
+        "self.checkpoints.unlock(states.node, is_passed=False)",
+        CHECKPOINTS,
+    ),
+    Mutant(
+        "a prefill that passes its checkpoint",
+        "aserve/scheduling/checkpoints.py",
+        "if start < target < end:",
+        "if start > target:",
+        CHECKPOINTS,
+    ),
+    Mutant(
+        "prompts that wait for a checkpoint that nobody takes",
+        "aserve/scheduling/checkpoints.py",
+        "        found = [target for target in _targets(state, leader) if target == last]\n",
+        "        found = [last]\n",
+        CHECKPOINTS,
+    ),
+    Mutant(
+        "a checkpoint of the state after another token",
+        "aserve/gpu/step/state_checkpoints.py",
+        "place = position % rows.matrices.shape[1]",
+        "place = (position + 1) % rows.matrices.shape[1]",
+        CACHED_STATES,
+    ),
+    Mutant(
+        "a row that begins at a checkpoint with the states of its last owner",
+        "aserve/gpu/step/state_checkpoints.py",
+        "                state.copy_(checkpoint)\n",
+        "                pass\n",
+        CACHED_STATES,
     ),
     Mutant(
         "steps that repeat with a row whose flights were dropped",

@@ -274,6 +274,9 @@ class TraceRun:
         groups = self.trace.spec.groups * self.trace.spec.dp_size
         for pool, group in enumerate(groups):
             assert state.cache.num_free(pool) == group.num_pages - 1
+        if state.cache.states is not None:
+            num_free = state.cache.states.checkpoints.num_free
+            assert num_free == self.trace.spec.num_checkpoints - 1
 
     def _who_waits(self) -> str:
         return "; ".join(describe(sequence) for sequence in self.scheduler.state.living())

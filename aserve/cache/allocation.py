@@ -9,6 +9,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 
+from aserve.cache.checkpoints import RowCheckpoints
 from aserve.cache.prefix_tree import NO_PREFIX
 
 
@@ -21,13 +22,8 @@ class PageAllocation:
     """
 
     __slots__ = (
-        "is_inserting",
-        "num_holds",
-        "num_pages",
-        "num_released",
-        "pages",
-        "prefix",
-        "rank",
+        *("is_inserting", "num_holds", "num_pages", "num_released", "pages", "prefix", "rank"),
+        "states",
     )
 
     def __init__(self, num_groups: int, *, rank: int = 0) -> None:
@@ -37,6 +33,7 @@ class PageAllocation:
         self.prefix = NO_PREFIX
         self.num_released = [0] * num_groups  # page indices below it have left the group's window
         self.is_inserting = True  # its committed pages enter the tree
+        self.states: RowCheckpoints | None = None  # of a model with recurrent layers
         self.num_holds = 0  # transfers that use its pages: these outlive the sequence
 
     @property

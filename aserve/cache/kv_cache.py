@@ -26,16 +26,8 @@ class KvCache:
     """Every page of every group is free, in the prefix tree, or private to one allocation."""
 
     __slots__ = (
-        "_closed",
-        "_has_prefix_cache",
-        "_page_size",
-        "_pools",
-        "_rank",
-        "_tree",
-        "_windowed",
-        "_windows",
-        "has_windows",
-        "stored",
+        *("_closed", "_has_prefix_cache", "_page_size", "_pools", "_rank", "_tree", "_windowed"),
+        *("_windows", "has_windows", "stored"),
     )
 
     def __init__(

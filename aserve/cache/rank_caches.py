@@ -12,23 +12,19 @@ from collections.abc import Iterable, Sequence
 from aserve.cache.allocation import PageAllocation
 from aserve.cache.kv_cache import KvCache
 from aserve.cache.prefix_tree import Prefix
+from aserve.cache.state_cache import StateCache
 from aserve.cache.stored_pages import StoredPages
+from aserve.errors import BugError
 from aserve.messages.executor import EngineSpec
 
 
 class RankCaches:
-    __slots__ = ("_by_pool", "_num_groups", "has_windows", "ranks")
+    __slots__ = ("_by_pool", "_num_groups", "has_windows", "ranks", "states")
 
     def __init__(self, spec: EngineSpec) -> None:
-        self.ranks = tuple(
-            KvCache(
-                spec.groups,
-                page_size=spec.page_size,
-                prefix_cache=spec.prefix_cache,
-                rank=rank,
-                tiers=spec.kv_tiers if spec.dp_size == 1 else "off",
-            )
-            for rank in range(spec.dp_size)
+        self.states = _state_cache(spec)  # the only rank's, of a model with recurrent layers
+        self.ranks: tuple[KvCache, ...] = (
+            (self.states,) if self.states is not None else _kv_caches(spec)
         )
         self.has_windows = self.ranks[0].has_windows
         self._num_groups = len(spec.groups)
@@ -86,3 +82,24 @@ class RankCaches:
         held = list(allocations)
         for rank, cache in enumerate(self.ranks):
             cache.check(allocation for allocation in held if allocation.rank == rank)
+
+
+def _state_cache(spec: EngineSpec) -> StateCache | None:
+    if not spec.num_checkpoints:
+        return None
+    if spec.dp_size > 1 or not spec.prefix_cache:
+        raise BugError(f"checkpoints are for one rank that has a prefix cache: {spec}")
+    return StateCache(spec.groups, page_size=spec.page_size, num_checkpoints=spec.num_checkpoints)
+
+
+def _kv_caches(spec: EngineSpec) -> tuple[KvCache, ...]:
+    return tuple(
+        KvCache(
+            spec.groups,
+            page_size=spec.page_size,
+            prefix_cache=spec.prefix_cache,
+            rank=rank,
+            tiers=spec.kv_tiers if spec.dp_size == 1 else "off",
+        )
+        for rank in range(spec.dp_size)
+    )

@@ -18,6 +18,7 @@ from aserve.cache.layout import GroupLayout, with_pages
 from aserve.errors import ConfigError
 from aserve.gpu.attention.base import AttentionSite
 from aserve.gpu.attention.recurrent import (
+    checkpoint_memory,
     empty_states,
     refuse_beside_recurrent,
     with_recurrent,
@@ -67,6 +68,7 @@ from aserve.gpu.spec.rejection import verification_for
 from aserve.gpu.spec.request import DraftRequest, SpecOptions, refuse_drafts, tree_flags
 from aserve.gpu.step.future_map import SEQ_LEN, FutureMap
 from aserve.gpu.step.resolve import DeviceState
+from aserve.gpu.step.state_checkpoints import StateCheckpoints
 from aserve.gpu.weights.format import WeightFormat, WeightRequest, dtype_name
 from aserve.gpu.weights.source import LinearBits, OnProgress, Target, ignore_progress
 from aserve.messages.base import MIB
@@ -91,6 +93,8 @@ class BuildOptions:
     num_pages: int | None = None
     memory_share: float = 0.9  # share of the device memory that the engine may use in all
     prefix_cache: bool = True
+    num_checkpoints: int | None = None  # of recurrent states; None: what a part of KV's memory has
+    checkpoint_interval: int = 256  # tokens
     kv_tiers: TierPolicy = "off"
     max_rows: int | None = None
     max_batched_tokens: int | None = None
@@ -459,7 +463,7 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
         has_tree_masks=mode.caps.tree is not None,
     )
     attention = build_attention(options.attention, site, order=device.attention)
-    attention = with_recurrent(attention, model, state.recurrent, parts.ops)
+    attention = with_recurrent(attention, model, state, parts.ops)
     if isinstance(state.pools, HostKvPools):
         attention = with_hisparse(attention, state.pools)
     drafter = None
@@ -554,6 +558,7 @@ def _plan_spec(
         lead=options.lead,
         max_waiting=options.max_waiting,
         prefix_cache=options.prefix_cache and not parts.pooled.whole_prompts,
+        checkpoint_interval=options.checkpoint_interval,
         kv_tiers=options.kv_tiers,
         decode=parts.mode.caps,
         max_mixed_prefill_tokens=options.max_mixed_prefill_tokens,
@@ -562,14 +567,18 @@ def _plan_spec(
         whole_prompts=parts.pooled.whole_prompts,
         dp_size=options.ranks.num_ranks if options.data_parallel else 1,
     )
+    state_bytes = checkpoint_memory(
+        spec, parts.model, wanted=options.num_checkpoints, budget_bytes=budget_bytes
+    )
     spec = with_pages(
         spec,
         layouts,
         num_pages=num_pages,
-        budget_bytes=budget_bytes,
+        budget_bytes=budget_bytes - state_bytes,
         may_shorten=options.max_model_len is None,
     )
-    return in_blocks(options.pipeline.agreed(without_history(spec, parts.model)))
+    stateful = without_history(spec, parts.model, options.ranks, checkpoint_bytes=state_bytes)
+    return in_blocks(options.pipeline.agreed(stateful))
 
 
 def _layout(parts: _Parts, group: LayerGroup, kv_dtype: torch.dtype) -> GroupLayout:
@@ -619,6 +628,7 @@ def _allocate(parts: _Parts, spec: EngineSpec, kv_dtype: torch.dtype) -> DeviceS
     if parts.drafter is not None:
         draft_dtype = kv_dtype_of(parts.options.kv_dtype, parts.drafter.dtype)
         draft_pools = pools.beside(parts.draft_groups, spec.groups, draft_dtype)
+    recurrent = empty_states(parts.model, spec, device.zeros)
     return DeviceState(
         pools=pools,
         tables=RowTables(max_rows=spec.max_rows, device=where),
@@ -629,5 +639,6 @@ def _allocate(parts: _Parts, spec: EngineSpec, kv_dtype: torch.dtype) -> DeviceS
             ops=ops.row_ops,
         ),
         draft_pools=draft_pools,
-        recurrent=empty_states(parts.model, spec, device.zeros),
+        recurrent=recurrent,
+        checkpoints=StateCheckpoints.of(recurrent, spec.num_checkpoints, device.zeros),
     )

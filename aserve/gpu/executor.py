@@ -197,6 +197,7 @@ class TorchExecutor:
         self._watch.begin(batch, self._turn_device)
         self._row_params.write(batch.row_inits)
         self._runner.state.kv_streams.begin(batch.iteration)
+        self._runner.state.checkpoints.read(batch)
         plan = self._planner.plan(batch)
         self._runner.held.forget(plan.rows)
         if self._published is not None and not plan.is_exact:
@@ -213,6 +214,7 @@ class TorchExecutor:
             staged = self._stage(self._runner.stage(plan))
             self._runner.apply(batch, staged)
             packed = self._runner.step(plan, staged, publish)
+        self._runner.state.checkpoints.write(batch)
         launched = Launched(start_s, self._graphs.ran(graph))
         read = functools.partial(self._read_step, plan, packed.layout, ticket, launched)
         self._copy_out(packed.words, read)

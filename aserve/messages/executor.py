@@ -81,8 +81,8 @@ class DecodeCaps(Record, frozen=True):
     max_predicted: int = 0  # drafts of a row whose client predicts its output
     # tokens depend on the windows, so these have all their drafts or none, whatever the load is
     whole_windows: bool = False
-    # A row keeps a state that belongs to its end alone, which can neither be cached nor taken back:
-    # a row whose results are dropped is computed from its first token on.
+    # A row keeps a state that belongs to its end alone, which cannot be taken back: a row whose
+    # results are dropped begins anew at its last checkpoint, or with its first token.
     is_recurrent: bool = False
     continues_repeats: bool = False  # drafts are what followed the row's last tokens before
     block_len: int = 1
@@ -104,6 +104,8 @@ class EngineSpec(Record, frozen=True):
     lead: int = 2
     max_waiting: int = 512  # sequences
     prefix_cache: bool = True
+    num_checkpoints: int = 0  # pages with recurrent states of cached prefixes, page 0 included
+    checkpoint_interval: int = 256  # tokens
     kv_tiers: TierPolicy = "off"
     decode: DecodeCaps = DecodeCaps()
     names_shared_pages: bool = False  # ScheduleBatch.shared_pages is set, because attention uses it

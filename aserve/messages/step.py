@@ -76,6 +76,18 @@ class DraftTree(Record, frozen=True):
         return min(self.max_depth, num_drafts)
 
 
+class StateCopies(Record, frozen=True):
+    """The checkpoints of recurrent states that a step reads and writes, as pairs of a row and a
+    page. Before the step the states of `read_rows` become those of the pages; after it, the states
+    at the end of each of `written_rows` are copied to the pages.
+    """
+
+    read_rows: bytes  # int32 [reads]
+    read_pages: bytes  # int32 [reads]
+    written_rows: bytes  # int32 [writes]
+    written_pages: bytes  # int32 [writes]
+
+
 class VerifyPlan(Record, frozen=True):
     """Present if rows have drafts: the last num_drafts[i] tokens of row i in this step are drafts
     from the future map. A row with only drafts is a block of new tokens (see DecodeCaps). Drafts
@@ -128,6 +140,7 @@ class ScheduleBatch(Message, frozen=True):
     page_writes: tuple[PageWrites, ...] = ()  # one per layer group
     row_inits: tuple[RowInit, ...] = ()
     verify: VerifyPlan | None = None
+    states: StateCopies | None = None
     stats: StepStats = StepStats()
     shared_pages: int = 0
     skips_drafter: bool = False  # no row drafts soon: the step runs the target model alone

@@ -12,6 +12,7 @@ from aserve.cache.allocation import num_shared_pages
 from aserve.messages.base import pack_i32
 from aserve.messages.step import Launch, ScheduleBatch, StepStats, VerifyPlan, stamp_of
 from aserve.scheduling.advance import stream_kv
+from aserve.scheduling.checkpoints import state_copies
 from aserve.scheduling.flights import Step, new_step, send
 from aserve.scheduling.forecast import relax
 from aserve.scheduling.grammar_rows import ask_mask, held_flights
@@ -75,6 +76,7 @@ def _build(
         page_writes=page_writes(table, grown, num_groups=len(state.spec.groups)),
         row_inits=row_inits(table.sequences[grown[table.written_pages[grown] == 0]].tolist()),
         verify=verify,
+        states=state_copies(state, rows, table.scheduled_len[rows], step.query_lens),
         stats=stats,
         shared_pages=_shared_pages(step.sequences) if state.spec.names_shared_pages else 0,
         skips_drafter=skips_drafter,

@@ -235,4 +235,11 @@ def drop_flights(sequence: Sequence) -> None:
     sequence.num_sampling = 0
     sequence.num_uncertain = 0
     final_len = sequence.tokens.final_len(sequence.committed_len, sequence.block_len)
-    sequence.restart(0 if sequence.is_recurrent else final_len)
+    goes_back = sequence.is_recurrent and not sequence.has_ended
+    sequence.restart(_begin_len(sequence) if goes_back else final_len)
+
+
+def _begin_len(sequence: Sequence) -> int:
+    """Returns the last position of a sequence with recurrent states from which it can go on."""
+    states = None if sequence.allocation is None else sequence.allocation.states
+    return 0 if states is None else states.begin_len

@@ -9,6 +9,7 @@ priority is followed. Writes `SchedulerState.leaders`, `SchedulerState.num_follo
 
 from __future__ import annotations
 
+from aserve.scheduling.checkpoints import ask_checkpoint
 from aserve.scheduling.request import Sequence
 from aserve.scheduling.state import SchedulerState
 
@@ -36,6 +37,10 @@ def follow(state: SchedulerState, sequence: Sequence, *, num_cached: int, most: 
     if leader is None or leader.priority > sequence.priority:
         return False
     num_alike = sequence.keys.num_common(leader.keys, start=num_cached + 1, stop=most)
+    if state.cache.states is not None:
+        num_alike = ask_checkpoint(state, leader, num_cached=num_cached, num_alike=num_alike)
+        if not num_alike:
+            return False
     if leader.followers is None:
         leader.followers = {}
     leader.followers[sequence] = num_alike

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from aserve.cache.page_keys import PageKeys
 from aserve.scheduling.blocks import cached_prefix, whole_pages
 from aserve.scheduling.budget import has_room
+from aserve.scheduling.checkpoints import note_branch
 from aserve.scheduling.followers import follow
 from aserve.scheduling.ranks import rank_order
 from aserve.scheduling.request import Sequence
@@ -74,6 +75,7 @@ def _open_prefix(state: SchedulerState, sequence: Sequence, keys: PageKeys, *, r
         cache.close(sequence.allocation, keys, num_pages=0)
         sequence.num_stored, sequence.awaits_kv = 0, False
         sequence.allocation = cache.open(prefix)
+    note_branch(state, sequence, keys, most=most)
     return True
 
 

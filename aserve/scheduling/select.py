@@ -20,6 +20,7 @@ from aserve.scheduling.budget import (
     spare_pages,
     step_need,
 )
+from aserve.scheduling.checkpoints import end_at_checkpoints
 from aserve.scheduling.finish import finish_ended, retract, retraction_order
 from aserve.scheduling.flights import NOTHING, Spans, rows_of
 from aserve.scheduling.forecast import become_cautious
@@ -149,6 +150,7 @@ def _fill(state: SchedulerState, rows: Column, budget: int) -> Spans:
         lacks_pages &= query_lens >= least
         grow(state, rows[lacks_pages], (starts + query_lens)[lacks_pages])
     query_lens = uncut_blocks(query_lens, remaining, starts, state.spec.decode)
+    query_lens = end_at_checkpoints(state, rows, query_lens)
     is_chosen = query_lens >= least
     return Spans(rows[is_chosen], query_lens[is_chosen])
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from aserve.messages.base import VALUE_BYTES, pack_i32
 from aserve.messages.step import Launch, ScheduleBatch, StepStats, stamp_of
+from aserve.scheduling.checkpoints import state_copies
 from aserve.scheduling.clients import Client
 from aserve.scheduling.flights import Repeat, new_step, send_alike
 from aserve.scheduling.forecast import relax
@@ -80,6 +81,7 @@ def _launch(state: SchedulerState, repeat: Repeat) -> None:
         expects=stamp.to_bytes(VALUE_BYTES, "little") * len(rows),
         sample_rows=packed_rows,
         page_writes=page_writes(table, grown, num_groups=len(state.spec.groups)),
+        states=state_copies(state, rows, repeat.kv_lens, repeat.step.query_lens),
         stats=stats,
         skips_drafter=state.draft_choice.note_launch(table, step, stats),
     )

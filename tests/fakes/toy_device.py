@@ -355,6 +355,8 @@ class RowState:
         self.key: bytes = b""
         self.tables: list[dict[int, int]] = [{} for _ in range(num_groups)]
         self.kv_len = 0  # after the last step that named the row
+        # By position, what a recurrent layer knows of all tokens before it.
+        self.states: dict[int, int] = {}
         self.last_token = POISON
         self.draft = POISON
         self.seq_len = POISON
@@ -399,6 +401,7 @@ class FakeDevice:
         num_slots = spec.groups[0].num_pages * spec.page_size
         self.token_pool = [POISON] * num_slots
         self.next_pool = [POISON] * num_slots
+        self.checkpoints = [POISON] * spec.num_checkpoints  # states, by page
         self.whole_prompts: set[int] = set()  # seeds of requests that are not causal
         self.is_failed = False
         self.was_unsound = False  # a result since the last Resync was no good
@@ -464,12 +467,32 @@ class FakeDevice:
         if self._fails_already():
             return _failure(batch.iteration, "an earlier step failed")
         self._apply(batch)
+        self._read_checkpoints(batch)
         if self._must_fail(batch):
             self._scramble(batch)
+            self._write_checkpoints(batch)
             self.is_failed = True
             return _failure(batch.iteration, "injected")
         result = self._forward(batch)
-        return self._judge(batch, result)
+        judged = self._judge(batch, result)
+        self._write_checkpoints(batch)
+        return judged
+
+    def _read_checkpoints(self, batch: ScheduleBatch) -> None:
+        if batch.states is None:
+            return
+        kv_lens = _pairs(batch.rows, batch.kv_lens)
+        for row, page in _pairs(batch.states.read_rows, batch.states.read_pages).items():
+            self.rows[row].states = {kv_lens[row]: self.checkpoints[page]}
+
+    def _write_checkpoints(self, batch: ScheduleBatch) -> None:
+        if batch.states is None:
+            return
+        kv_lens, query_lens = (_pairs(batch.rows, x) for x in (batch.kv_lens, batch.query_lens))
+        for row, page in _pairs(batch.states.written_rows, batch.states.written_pages).items():
+            assert page, "page 0 is padding"
+            end = kv_lens[row] + query_lens[row]
+            self.checkpoints[page] = self.rows[row].states.get(end, POISON)
 
     def _judge(self, command: ScheduleBatch | Sample, result: R) -> R | StepFailed:
         """The result as it is read on the host; an unsound one spoils what its step left behind."""
@@ -481,6 +504,7 @@ class FakeDevice:
             self.kv[group][slot] ^= 0x5A5A
         for row in array_i32(command.rows).tolist():
             state = self.rows[row]
+            state.states = {end: value ^ 0x5A5A for end, value in state.states.items()}
             if state.last_token != POISON:
                 state.last_token = (state.last_token + 1) % self.spec.vocab_size
         return _failure(command.iteration, "unsound")
@@ -661,12 +685,24 @@ class FakeDevice:
         assert init is not None
         is_causal = init.seed not in self.whole_prompts
         start = first_value(tokens[: init.prompt_len], is_causal=is_causal)
+        states = self.rows[row].states
         for position, token in enumerate(tokens, start=kv_len):
             for group, kv in enumerate(self.kv):
-                previous = self._read_kv(row, group, position - 1) if position else start
+                previous = self._value_before(row, group, position) if position else start
                 slot = self._slot(row, group, position)
-                kv[slot] = kv_value(previous, token, position)
+                kv[slot] = states[position + 1] = kv_value(previous, token, position)
                 self._written.append((group, slot))
+        first = kv_len + len(tokens) - self.spec.decode.max_tokens_per_step
+        self.rows[row].states = {end: value for end, value in states.items() if end > first}
+
+    def _value_before(self, row: int, group: int, position: int) -> int:
+        """A recurrent layer has it in the states of the row alone."""
+        if not self.spec.decode.is_recurrent:
+            return self._read_kv(row, group, position - 1)
+        state = self.rows[row].states.get(position, POISON)
+        if state == POISON and not self.was_unsound:
+            raise DeviceBug(f"row {row} begins at position {position} without a state")
+        return state
 
     def _read_kv(self, row: int, group: int, position: int) -> int:
         value = self.kv[group][self._slot(row, group, position)]
@@ -837,6 +873,10 @@ class FakeDevice:
         """A step that fails leaves anything behind in the rows that it named."""
         for row in array_i32(batch.rows).tolist():
             self.rows[row] = RowState(len(self.spec.groups))
+
+
+def _pairs(rows: bytes, values: bytes) -> dict[int, int]:
+    return dict(zip(array_i32(rows).tolist(), array_i32(values).tolist(), strict=True))
 
 
 def _pack_tokens(emitted: dict[int, Emitted]) -> tuple[bytes, bytes, bytes]:

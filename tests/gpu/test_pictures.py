@@ -144,13 +144,14 @@ def test_rows_that_make_way_take_their_pictures_up_again(models: Models) -> None
     assert served.num_retracted
 
 
+@pytest.mark.parametrize(("kind", "before"), [("Qwen2VL", 8), ("Qwen3_5", 0)])
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_equal_pictures_hit_the_cache_and_others_do_not(
-    page_size: int, models: Models, encodings: Encodings
+    page_size: int, kind: str, before: int, models: Models, encodings: Encodings
 ) -> None:
     """The prompts have the same ids. All that is shared with the other picture is the text before
-    it, and all pages of the same one are there."""
-    model, _ = models["Qwen2VL"]
+    it, behind which nobody left a recurrent state, and all pages of the same one are there."""
+    model, _ = models[kind]
     parts = (8, WIDE, 7)
     prompt, other = PicturePrompt.of(*parts), PicturePrompt.of(8, OTHER, 7)
     assert torch.equal(prompt.ids, other.ids)
@@ -160,11 +161,12 @@ def test_equal_pictures_hit_the_cache_and_others_do_not(
     ]
     assert alone[0] != alone[1]
     encodings.seen.clear()
-    executor = make_executor(model, max_rows=1, page_size=page_size, num_pages=257)
+    settings: dict[str, Any] = {"max_rows": 1, "num_pages": 257, "checkpoint_interval": 4}
+    executor = make_executor(model, page_size=page_size, **settings)
     requests = [asked("a", prompt), asked("b", other), asked("c", prompt)]
     served = serve(executor, requests)
     assert outputs_of(served) == dict(zip("abc", [*alone, alone[0]], strict=True))
-    before, whole = 8, len(prompt.ids) - 1
+    whole = len(prompt.ids) - 1
     assert served.num_cached == before + whole // page_size * page_size
     assert [p.digest for p in encodings.seen] == [WIDE.digest, OTHER.digest]
 

@@ -278,4 +278,3 @@ def test_a_model_with_recurrent_layers_cannot_draft(folder: Path) -> None:
 def test_the_start_says_how_much_memory_the_states_take(folder: Path) -> None:
     executor = executor_of(folder)
     assert "MiB of states of recurrent layers" in executor.about
-    assert not executor.spec.prefix_cache

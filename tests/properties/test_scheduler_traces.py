@@ -182,16 +182,21 @@ def tier_traces(draw: st.DrawFn) -> Trace:
 
 @st.composite
 def recurrent_traces(draw: st.DrawFn) -> Trace:
-    """Of a model whose rows have a state at their ends alone. A row that computes all of its tokens
-    one by one, and fails now and then, would begin anew for ever.
+    """Of a model whose rows have a state at their ends alone, with some checkpoints or none. A row
+    that computes all of its tokens one by one, and fails now and then, would begin anew for ever.
     """
     trace = draw(traces())
+    num_checkpoints = draw(st.sampled_from([0, 2, 4, 30]))
     spec = msgspec.structs.replace(
         trace.spec,
         groups=trace.spec.groups[:1],
         max_batched_tokens=max(5, trace.spec.max_batched_tokens),
-        prefix_cache=False,
-        decode=DecodeCaps(is_recurrent=True),
+        prefix_cache=num_checkpoints > 0,
+        num_checkpoints=num_checkpoints,
+        checkpoint_interval=draw(st.sampled_from([1, 4, 16])),
+        decode=DecodeCaps(
+            is_recurrent=True, max_tokens_per_step=draw(st.sampled_from([1, 1, 2, 4]))
+        ),
     )
     requests = [msgspec.structs.replace(each, awaits_kv=False) for each in trace.requests]
     return msgspec.structs.replace(
@@ -232,7 +237,7 @@ def test_tiers_below_the_prefix_cache_change_no_token(trace: Trace) -> None:
 
 @settings(SETTINGS, max_examples=NUM_TRACES // 2, derandomize=True, database=None)
 @given(recurrent_traces())
-def test_rows_with_a_state_never_go_back_but_to_their_first_token(trace: Trace) -> None:
+def test_rows_with_a_state_go_on_where_they_ended_or_begin_at_a_checkpoint(trace: Trace) -> None:
     run_and_save(trace)
 
 

@@ -3,19 +3,21 @@
 A forward of a row reads the state before its first token, and writes those after its last ones, as
 many as a step may reject; a row without KV begins with zeros, so that nothing has to be cleared
 when a row is given to another request. Steps run in order on one stream, so a row needs no older
-states: rows whose results are dropped are computed from their first token on
-(`DecodeCaps.is_recurrent`). There is no prefix cache for such models.
+states: rows whose results are dropped begin anew (`DecodeCaps.is_recurrent`), at a checkpoint
+(step/state_checkpoints.py) or with their first token.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 
 import msgspec
 import torch
 from torch import Tensor
 
+from aserve.cache.layout import MIB
 from aserve.errors import BugError, ConfigError
 from aserve.gpu.attention.base import AttentionBackend, StaticPlans
 from aserve.gpu.attention.select import Attention
@@ -23,9 +25,11 @@ from aserve.gpu.device.ops import DeviceOps
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
 from aserve.gpu.models.base import Attend, CausalModel
 from aserve.gpu.models.recurrent import RecurrentSpec, recurrent_layers_of
+from aserve.gpu.parallel.collectives import Collectives
 from aserve.gpu.step.forward_batch import ForwardBatch
+from aserve.gpu.step.resolve import DeviceState
 from aserve.gpu.weights.source import wide_dtype
-from aserve.messages.executor import EngineSpec
+from aserve.messages.executor import DecodeCaps, EngineSpec
 from aserve_kernels.delta_rule import (
     AdvanceRows,
     DeltaRows,
@@ -33,6 +37,8 @@ from aserve_kernels.delta_rule import (
     DeltaTokens,
     convolve_rows,
 )
+
+CHECKPOINT_PART = 4  # of the memory for KV, where their number is not given
 
 
 class RecurrentBackend:
@@ -131,23 +137,67 @@ def refuse_beside_recurrent(model: CausalModel, options: Mapping[str, bool]) -> 
 
 
 def with_recurrent(
-    attention: Attention, model: CausalModel, states: Mapping[int, DeltaStates], ops: DeviceOps
+    attention: Attention, model: CausalModel, state: DeviceState, ops: DeviceOps
 ) -> Attention:
     """Returns the attention, with the states of the model's recurrent layers if it has any."""
-    if not states:
+    if not state.recurrent:
         return attention
     if any(layer.window is not None for layer in model.layers):
         # A row that is computed anew would find the pages behind its window given away.
         raise ConfigError("sliding windows are not supported beside recurrent layers")
-    backend = RecurrentBackend(attention.backend, states, ops.make_advance_rows())
+    backend = RecurrentBackend(attention.backend, state.recurrent, ops.make_advance_rows())
     memory = {**attention.memory, "states of recurrent layers": backend.size_bytes}
+    if state.checkpoints.size_bytes:
+        memory["checkpoints of these states"] = state.checkpoints.size_bytes
     return dataclasses.replace(attention, backend=backend, memory=memory)
 
 
-def without_history(spec: EngineSpec, model: CausalModel) -> EngineSpec:
+def checkpoint_memory(
+    spec: EngineSpec, model: CausalModel, *, wanted: int | None, budget_bytes: int
+) -> int:
+    """Returns how much of the memory for KV goes to checkpoints of states: what the `wanted` ones
+    take, or else a part of it."""
+    one = _checkpoint_bytes(model, spec.decode)
+    if not one or not spec.prefix_cache:
+        return 0
+    if wanted is None:
+        return budget_bytes // CHECKPOINT_PART
+    if wanted * one > budget_bytes:
+        raise ConfigError(
+            f"--num-state-checkpoints {wanted} takes {wanted * one // MIB:,} MiB, but "
+            f"{budget_bytes // MIB:,} MiB are free; lower it or leave it out",
+            param="num_state_checkpoints",
+        )
+    return wanted * one
+
+
+def without_history(
+    spec: EngineSpec, model: CausalModel, ranks: Collectives, *, checkpoint_bytes: int
+) -> EngineSpec:
     """Returns the spec of an engine whose rows keep states, if the model has recurrent layers. A
-    row with a prediction drafts as others do: it would need a state for each of its drafts."""
+    row with a prediction drafts as others do: it would need a state for each of its drafts. The
+    prefix cache needs checkpoints: as many as fit into `checkpoint_bytes`, and no more than there
+    are KV pages.
+    """
     if not recurrent_layers_of(model):
         return spec
     decode = msgspec.structs.replace(spec.decode, is_recurrent=True, max_predicted=0)
-    return msgspec.structs.replace(spec, prefix_cache=False, decode=decode)
+    most = checkpoint_bytes // _checkpoint_bytes(model, decode)
+    num_checkpoints = ranks.least(min(most, spec.groups[0].num_pages - 1))
+    return msgspec.structs.replace(
+        spec,
+        prefix_cache=num_checkpoints > 0,
+        num_checkpoints=num_checkpoints + 1 if num_checkpoints else 0,  # page 0 is padding
+        decode=decode,
+    )
+
+
+def _checkpoint_bytes(model: CausalModel, decode: DecodeCaps) -> int:
+    """Returns the size of a checkpoint of all recurrent layers, 0 if the model has none."""
+    total, wide = 0, wide_dtype(model.dtype).itemsize
+    for layer in recurrent_layers_of(model):
+        shape = layer.shape
+        num_inputs = decode.max_tokens_per_step + shape.num_taps - 1
+        total += math.prod(shape.matrix_sizes) * wide
+        total += num_inputs * shape.num_channels * model.dtype.itemsize
+    return total

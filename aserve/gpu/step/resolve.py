@@ -18,6 +18,7 @@ from aserve.gpu.step.forward_batch import DeviceBatch, ForwardBatch
 from aserve.gpu.step.future_map import SEQ_LEN, FutureMap
 from aserve.gpu.step.kv_streams import KvStreams
 from aserve.gpu.step.plan import StepPlan
+from aserve.gpu.step.state_checkpoints import StateCheckpoints
 from aserve.gpu.transfer.staging import DeviceArrays, HostArrays
 from aserve.messages.base import array_i32
 from aserve.messages.step import ScheduleBatch
@@ -39,6 +40,7 @@ class DeviceState:
     draft_pools: KvPools | None = None  # the drafter's keys and values, over the same page tables
     kv_streams: KvStreams = field(default_factory=KvStreams)
     recurrent: Mapping[int, DeltaStates] = field(default_factory=dict)  # by layer
+    checkpoints: StateCheckpoints = field(default_factory=StateCheckpoints)
 
     @property
     def cleared_pools(self) -> tuple[KvPools, ...]:
