@@ -480,9 +480,9 @@ MUTANTS = (
     ),
     Mutant(
         "a prefix hit that sees a tombstone",
-        "aserve/cache/kv_cache.py",
-        "            usable = gap\n",
-        "            usable -= gap < 0\n            break\n",
+        "aserve/cache/windowed_pages.py",
+        "        usable = gap\n",
+        "        usable -= gap < 0\n        break\n",
         CACHE,
     ),
     Mutant(

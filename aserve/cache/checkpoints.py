@@ -7,7 +7,7 @@ A checkpoint takes a page of its own pool, of megabytes. It is
 - cached: a node of the prefix tree has it. It goes with its node, or before it, oldest first, when
   a new one is wanted. Each allocation locks the one at the end of its prefix.
 
-state_cache.py writes `RowCheckpoints`, and is the only user of `Checkpoints`.
+state_cache.py alone writes both classes, but for `RowCheckpoints.branch_len`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RowCheckpoints:
     __slots__ = ("begin_len", "branch_len", "node", "pending")
 
     def __init__(self) -> None:
-        # positions at which others with another continuation want a checkpoint, 0 for none;
+        # the position where another prompt parts with this one, and wants a checkpoint; 0 for none;
         # scheduling/checkpoints.py writes it
         self.branch_len = 0
         self.node = 0  # whose checkpoint it locks, at the end of its prefix

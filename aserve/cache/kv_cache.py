@@ -17,8 +17,8 @@ from aserve.cache.layout import first_visible_page
 from aserve.cache.pools import PagePool
 from aserve.cache.prefix_tree import NO_PREFIX, Prefix, PrefixTree
 from aserve.cache.stored_pages import StoredPages
+from aserve.cache.windowed_pages import usable_len
 from aserve.errors import BugError
-from aserve.messages.base import ArrayI32
 from aserve.messages.executor import GroupSpec, TierPolicy
 
 
@@ -64,7 +64,8 @@ class KvCache:
         if not self._windowed or not prefix.num_pages:
             return prefix
         nodes = np.asarray(self._tree.nodes(prefix))
-        return self._tree.cut(prefix, self._usable_len(nodes))
+        sees, windowed = self._first_visible, self._tree.windowed
+        return self._tree.cut(prefix, usable_len(nodes, windowed, sees, page_size=self._page_size))
 
     def open(self, prefix: Prefix, *, skipped_len: int = 0) -> PageAllocation:
         """Makes an allocation that starts with `prefix`, and locks its pages. The cache must not
@@ -221,22 +222,6 @@ class KvCache:
 
     def _first_visible(self, group: int, kv_len: int) -> int:
         return first_visible_page(kv_len, window=self._windows[group], page_size=self._page_size)
-
-    def _usable_len(self, nodes: ArrayI32) -> int:
-        """Shortens a prefix until its end sees no tombstone in a windowed group."""
-        usable = len(nodes)
-        while (gap := self._last_gap(nodes[:usable])) is not None:
-            usable = gap
-        return usable
-
-    def _last_gap(self, nodes: ArrayI32) -> int | None:
-        """Returns the last tombstone that the position after these pages sees."""
-        for group in self._windowed:
-            first = self._first_visible(group, len(nodes) * self._page_size)
-            gaps = np.flatnonzero(self._tree.windowed[group].pages[nodes[first:]] == 0)
-            if len(gaps):
-                return first + int(gaps[-1])
-        return None
 
     def _require_whole(
         self, allocation: PageAllocation, keys: Sequence[bytes], num_pages: int

@@ -7,6 +7,8 @@ write it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import numpy as np
 
 from aserve.cache.eviction import EvictionOrder
@@ -63,3 +65,29 @@ class WindowedPages:
         pages: list[int] = self.pages[nodes].tolist()
         self.pages[nodes] = 0
         return pages
+
+
+def usable_len(
+    nodes: ArrayI32,
+    windowed: Mapping[int, WindowedPages],
+    first_visible: Callable[[int, int], int],
+    *,
+    page_size: int,
+) -> int:
+    """Returns to how many of its nodes a prefix must be shortened, so that its end sees no
+    tombstone. `first_visible` returns the first page of a group that a position sees.
+    """
+    usable = len(nodes)
+
+    def last_gap() -> int | None:
+        """Returns the last tombstone that the position after these pages sees."""
+        for group, pages in windowed.items():
+            first = first_visible(group, usable * page_size)
+            gaps = np.flatnonzero(pages.pages[nodes[first:usable]] == 0)
+            if len(gaps):
+                return first + int(gaps[-1])
+        return None
+
+    while (gap := last_gap()) is not None:
+        usable = gap
+    return usable
