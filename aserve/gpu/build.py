@@ -462,8 +462,9 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
         has_bounds=publishes and mode.num_forwards > 1,
         has_tree_masks=mode.caps.tree is not None,
     )
-    attention = build_attention(options.attention, site, order=device.attention)
-    attention = with_recurrent(attention, model, state, parts.ops)
+    attention = with_recurrent(
+        build_attention(options.attention, site, order=device.attention), model, state, parts.ops
+    )
     if isinstance(state.pools, HostKvPools):
         attention = with_hisparse(attention, state.pools)
     drafter = None

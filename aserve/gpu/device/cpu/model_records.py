@@ -320,8 +320,8 @@ class ModelRecords:
             "inputs": states.inputs.data_ptr(),
             "eps": mixer.eps,
         }
-        function = delta_layer_function(self._dtype)
-        return self._recurrent(function, _record(np.zeros(1, RECURRENT), values))
+        record = _record(np.zeros(1, RECURRENT), values)
+        return self._recurrent(delta_layer_function(self._dtype), record)
 
     def _conv(self, mixer: ShortConv) -> Values:
         shape, states = mixer.spec.shape, self._state.recurrent[mixer.spec.index]
@@ -337,8 +337,8 @@ class ModelRecords:
             "bias": 0 if mixer.bias is None else self._keep(mixer.bias),
             "inputs": states.inputs.data_ptr(),
         }
-        function = conv_layer_function(self._dtype)
-        return self._recurrent(function, _record(np.zeros(1, SHORT_CONV), values))
+        record = _record(np.zeros(1, SHORT_CONV), values)
+        return self._recurrent(conv_layer_function(self._dtype), record)
 
     def _recurrent(self, function: Callback, record: Records) -> Values:
         """`function` advances a layer of this record."""
@@ -434,13 +434,10 @@ def _products(block: Block) -> tuple[LinearOp, LinearOp, LinearOp, LinearOp]:
     mixer, mlp = block.mixer, block.mlp
     assert isinstance(mixer, CoveredMixer)
     assert isinstance(mlp, GatedMlp)
-    match mixer:
-        case GatedDeltaNet():
-            first = mixer.project.wide
-        case ShortConv():
-            first = mixer.into
-        case _:
-            first = mixer.qkv
+    if isinstance(mixer, GatedDeltaNet):
+        first = mixer.project.wide
+    else:
+        first = mixer.into if isinstance(mixer, ShortConv) else mixer.qkv
     return first, mixer.out, mlp.gate_up, mlp.down
 
 
