@@ -21,8 +21,8 @@ from aserve.gpu.attention.recurrent import (
     checkpoint_memory,
     empty_states,
     refuse_beside_recurrent,
+    with_checkpoints,
     with_recurrent,
-    without_history,
 )
 from aserve.gpu.attention.select import Attention, build_attention
 from aserve.gpu.attention.sparse import index_bytes_per_token
@@ -578,7 +578,7 @@ def _plan_spec(
         budget_bytes=budget_bytes - state_bytes,
         may_shorten=options.max_model_len is None,
     )
-    stateful = without_history(spec, parts.model, options.ranks, checkpoint_bytes=state_bytes)
+    stateful = with_checkpoints(spec, parts.model, options.ranks, checkpoint_bytes=state_bytes)
     return in_blocks(options.pipeline.agreed(stateful))
 
 

@@ -171,7 +171,7 @@ def checkpoint_memory(
     return wanted * one
 
 
-def without_history(
+def with_checkpoints(
     spec: EngineSpec, model: CausalModel, ranks: Collectives, *, checkpoint_bytes: int
 ) -> EngineSpec:
     """Returns the spec of an engine whose rows keep states, if the model has recurrent layers. A
