@@ -55,8 +55,15 @@ MUTANTS = (
     Mutant(
         "KV that comes while a former owner of its pages is in flight",
         "aserve/scheduling/transfers.py",
-        "while state.unsent and state.unsent[0].after <= state.landed:",
+        "while state.unsent and _have_landed(state, last=state.unsent[0].after):",
         "while state.unsent:",
+        TRANSFERS,
+    ),
+    Mutant(
+        "KV that comes before a held row of a former owner of its pages is sampled",
+        "aserve/scheduling/transfers.py",
+        "return last <= state.landed and all(iteration > last for iteration, _ in state.samples)",
+        "return last <= state.landed",
         TRANSFERS,
     ),
     Mutant(

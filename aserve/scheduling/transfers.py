@@ -7,9 +7,9 @@ goes on as if they had been computed here, with a step of its last token. If the
 the sequence is retracted later, they are.
 
 A transfer is not ordered with the device's steps. So it begins when the steps that were launched
-before the pages were taken are back, since a former owner of a page may have been in them. And the
-pages are held until the transfer ends: a sequence that ends first leaves them to it. The sequence
-cannot be retracted meanwhile.
+before the pages were taken are back, and the samples of their held rows, since a former owner of a
+page may have been in them. And the pages are held until the transfer ends: a sequence that ends
+first leaves them to it. The sequence cannot be retracted meanwhile.
 
 The engine that computes a prompt for another one says so after each step, as long as the pages are
 the sequence's (SendKv, in advance.py). The executor reads them before any step that is launched
@@ -54,7 +54,7 @@ def await_kv(state: SchedulerState, sequence: Sequence) -> None:
 
 def begin_transfers(state: SchedulerState) -> None:
     """Asks for the KV of every sequence whose pages no step in flight can write any more."""
-    while state.unsent and state.unsent[0].after <= state.landed:
+    while state.unsent and _have_landed(state, last=state.unsent[0].after):
         transfer = state.unsent.pop(0)
         sequence = transfer.sequence
         if sequence.phase is not Phase.AWAITING_KV:
@@ -64,6 +64,12 @@ def begin_transfers(state: SchedulerState) -> None:
         state.effects.append(
             load_effect(state, transfer) if transfer.step is None else _receive_effect(transfer)
         )
+
+
+def _have_landed(state: SchedulerState, *, last: int) -> bool:
+    """Returns whether the steps up to `last` are back, and what samples their held rows. With
+    drafts, that writes to the pages of a window, even if these have a new owner."""
+    return last <= state.landed and all(iteration > last for iteration, _ in state.samples)
 
 
 def _receive_effect(transfer: Transfer) -> ReceiveKv:

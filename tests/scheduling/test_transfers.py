@@ -8,13 +8,14 @@ import msgspec
 import pytest
 
 from aserve.errors import StepError
-from aserve.messages.base import CancelReason, array_i32
+from aserve.messages.base import CancelReason, array_i32, pack_i32
 from aserve.messages.executor import GroupSpec
 from aserve.messages.output import Retired, StepOutput
 from aserve.messages.requests import Cancel, FailRequest
-from aserve.messages.results import StepFailed, StepTimes
+from aserve.messages.results import MaskReady, SampleResult, StepFailed, StepTimes
 from aserve.messages.step import Launch, Resync
 from aserve.messages.transfers import KvFailed, KvReady, ReceiveKv, SendKv, StreamKv
+from tests.fakes.toy_device import TOY
 from tests.scheduling.stage import Stage, cancel, ids, request, result, rows, spec
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -102,6 +103,18 @@ def test_a_transfer_begins_when_no_step_can_write_its_pages() -> None:
     stage.play(result(1, {1: [50]}))
     assert stage.of(ReceiveKv) == []
     stage.play(result(2, {1: [51]}))
+    assert len(stage.of(ReceiveKv)) == 1
+
+
+def test_a_transfer_begins_when_no_held_row_is_sampled_any_more_that_had_its_pages() -> None:
+    """The step is back, but its drafter writes when the row is sampled."""
+    stage = Stage(spec(depth=1, lead=1))
+    stage.play(request("b", [1, 2, 3], grammar=TOY))
+    stage.play(MaskReady("b", 0, 0, b"\xff" * 16))
+    stage.play(result(1, {}))
+    stage.play(cancel("b"), request("a", PROMPT, awaits_kv=True))
+    assert stage.of(ReceiveKv) == []
+    stage.play(SampleResult(1, pack_i32([1]), pack_i32([1]), pack_i32([7])))
     assert len(stage.of(ReceiveKv)) == 1
 
 
