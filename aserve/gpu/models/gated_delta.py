@@ -95,8 +95,8 @@ class Projection(Protocol):
 
     @property
     def num_groups(self) -> int:
-        """How many groups both layers' outputs have: each has its part of q, k, v and z, or of b
-        and a."""
+        """Returns how many groups both layers' outputs have. Each has its part of q, k, v and z,
+        or of b and a."""
 
     def __call__(self, x: Tensor, /) -> Projected: ...
 
@@ -153,7 +153,7 @@ class GatedDeltaNet:
         return self.out((normed * gate).to(x.dtype).flatten(1))
 
 
-def is_recurrent(mixer: MakeMixer) -> bool:
+def is_gated_delta(mixer: MakeMixer) -> bool:
     return isinstance(mixer, partial) and mixer.func is GatedDeltaNet
 
 

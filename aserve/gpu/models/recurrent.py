@@ -1,6 +1,7 @@
-"""What recurrent layers share: they keep a state for each row in place of KV for each token.
+"""Recurrent layers keep a state for each row in place of KV for each token; this file has their
+sizes, and how they reach their states.
 
-A forward continues at the end of a row, and cannot begin anywhere else.
+A forward can only begin behind a token whose state the row has.
 """
 
 from __future__ import annotations

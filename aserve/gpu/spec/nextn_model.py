@@ -30,7 +30,7 @@ from aserve.gpu.models.config.model import ModelConfig
 from aserve.gpu.models.decoder import Block
 from aserve.gpu.models.decoder_spec import NORMS_BEFORE, Biases, DecoderSpec, LayerNorms, QkNorm
 from aserve.gpu.models.draft_decoder import DraftDecoder, JoinedInputs, unchanged
-from aserve.gpu.models.gated_delta import is_recurrent
+from aserve.gpu.models.gated_delta import is_gated_delta
 from aserve.gpu.spec.base import HiddenInputs
 from aserve.gpu.spec.checkpoint import (
     DRAFT_PATH,
@@ -225,7 +225,7 @@ def _layer_spec(
     windows = (None,) * (config.num_modules + 1)
     norms = LayerNorms(before_mlp=NORMS_BEFORE.before_mlp)
     if (layer := config.layer) is not None:
-        mixers = tuple(mixer for mixer in layer.mixers if not is_recurrent(mixer))
+        mixers = tuple(mixer for mixer in layer.mixers if not is_gated_delta(mixer))
         return msgspec.structs.replace(
             layer,
             windows=windows,
