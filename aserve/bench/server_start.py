@@ -20,11 +20,11 @@ import msgspec
 
 from aserve.bench.cpu_time import process_tree
 from aserve.errors import ConfigError
+from aserve.messages.base import KIB
 
 READY = re.compile(r"^aserve: .* at (http://[^\s,]+)")
 SERVER = ("aserve", "serve")
 END_S = 30.0
-KIB = 1024
 
 
 class ServerStart(msgspec.Struct, frozen=True):

@@ -9,14 +9,13 @@ from collections.abc import Sequence
 import msgspec
 
 from aserve.errors import BugError, ConfigError
+from aserve.messages.base import MIB
 from aserve.messages.executor import EngineSpec, GroupSpec
 
 _TOKEN_ID_BYTES = 4  # int32
 # Two steps in flight may each take a full token budget. At a larger depth a step may have to wait
 # for pages.
 _STEPS_IN_FLIGHT = 2
-
-MIB = 1 << 20
 
 logger = logging.getLogger(__name__)
 

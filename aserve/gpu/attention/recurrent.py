@@ -17,7 +17,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from aserve.cache.layout import MIB
 from aserve.errors import BugError, ConfigError
 from aserve.gpu.attention.base import AttentionBackend, StaticPlans
 from aserve.gpu.attention.select import Attention
@@ -29,6 +28,7 @@ from aserve.gpu.parallel.collectives import Collectives
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.gpu.step.resolve import DeviceState
 from aserve.gpu.weights.source import wide_dtype
+from aserve.messages.base import MIB
 from aserve.messages.executor import DecodeCaps, EngineSpec
 from aserve_kernels.delta_rule import (
     AdvanceRows,

@@ -20,7 +20,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-KIB = 1 << 10
+from aserve.messages.base import KIB
+
 BUFFER_BYTES = 8192 * KIB
 # Bytes of the longest message of the one-shot kernel by the number of ranks. Source: the
 # all-reduce kernels of vLLM (csrc/custom_all_reduce.cuh), which have the same two shapes.
