@@ -121,8 +121,29 @@ MUTANTS = (
     Mutant(
         "a repeated step's result with a stop id, and nobody looks",
         "aserve/scheduling/repeated_results.py",
+        "if np.count_nonzero(is_dropped) or np.count_nonzero(state.end_ids[tokens]):",
+        "if np.count_nonzero(is_dropped):",
+        STEADY,
+    ),
+    Mutant(
+        "a repeated step's result for a sequence that has lost its row",
+        "aserve/scheduling/repeated_results.py",
+        "if np.count_nonzero(is_dropped) or np.count_nonzero(state.end_ids[tokens]):",
         "if np.count_nonzero(state.end_ids[tokens]):",
-        "if False and np.count_nonzero(state.end_ids[tokens]):",
+        STEADY,
+    ),
+    Mutant(
+        "a repeated step's result by the end that its sequence had before it was amended",
+        "aserve/scheduling/amend.py",
+        "            step.repeat = None  # it says when rows end\n",
+        "            pass\n",
+        STEADY,
+    ),
+    Mutant(
+        "a repeated step that counts for a row which it left out",
+        "aserve/scheduling/steady.py",
+        "places=slice(1, num_rows + 1) if last_row == num_rows else rows,",
+        "places=slice(1, last_row + 1),",
         STEADY,
     ),
     Mutant(

@@ -25,6 +25,8 @@ def amend(state: SchedulerState, event: Amend) -> None:
     if error is None:
         for sequence in living:
             _change(state, sequence, event)
+        for step in state.steps.values():
+            step.repeat = None  # it says when rows end
     states = tuple(_state_of(state, sequence) for sequence in living)
     state.effects.append(Amended(event, states, None if error is None else error.info()))
 

@@ -110,7 +110,7 @@ class Step(msgspec.Struct, gc=False, eq=False):
 class Repeat(msgspec.Struct, gc=False, eq=False):
     """The parts of steps and of their batches that stay the same while each step is the one before
     with one token more (steady.py). They hold for these rows and this spec, from step `first` on,
-    as long as nothing else changes a row. Lists have one value for each row.
+    as long as nothing else changes one of the rows. Lists have one value for each row.
 
     Step first + k launches as long as k < `num_launches`, and its tokens end no sequence by their
     number as long as k < `num_quiet`. In it the rows with `fill_phase` = k modulo the page size
@@ -119,6 +119,7 @@ class Repeat(msgspec.Struct, gc=False, eq=False):
 
     step: Step
     rows: Column
+    running: Column  # `SchedulerState.running_rows`, among which `rows` are all that can go on
     spec: EngineSpec
     first: int  # iteration
     kv_lens: ArrayI32  # before the step that is launched next; steady.py writes it
@@ -130,7 +131,7 @@ class Repeat(msgspec.Struct, gc=False, eq=False):
     most_pages: int  # that may be asked of each layer group
     ones: bytes  # int32, the length of each span, and the number of tokens that it brings
     minus_rows: bytes  # the ids of tokens that are not known
-    taken: slice  # which covers all rows that run, and otherwise rows that nobody has
+    places: slice | Column  # `rows`, as a slice where they are all rows from the first on
     request_ids: tuple[str, ...]
     children: bytes  # int32, as `cached_lens`
     cached_lens: bytes
@@ -202,20 +203,18 @@ def land(table: RowTable, step: Step, *, advance: Column) -> None:
         table.num_uncertain[rows] -= step.num_uncertain
 
 
-def send_alike(table: RowTable, taken: slice, *, iteration: int, stamp: int) -> None:
-    """Does what `send` does for a step that decodes one token of every row that runs. `taken` may
-    have rows besides that nobody has.
-    """
-    table.clocks[:, taken] += SENT
-    table.last_iteration[taken] = iteration
-    table.relay_stamp[taken] = stamp
+def send_alike(table: RowTable, rows: slice | Column, *, iteration: int, stamp: int) -> None:
+    """Does what `send` does for a step that decodes one token of each of these rows."""
+    table.clocks[:, rows] += SENT
+    table.last_iteration[rows] = iteration
+    table.relay_stamp[rows] = stamp
 
 
-def land_alike(table: RowTable, taken: slice) -> None:
+def land_alike(table: RowTable, rows: slice | Column) -> None:
     """Does what `land` does for such a step, and counts the tokens."""
-    table.clocks[:, taken] += LANDED
-    table.num_tokens[taken] += 1
-    table.failures[taken] = 0
+    table.clocks[:, rows] += LANDED
+    table.num_tokens[rows] += 1
+    table.failures[rows] = 0
 
 
 def land_without_row(step: Step, index: int) -> None:

@@ -17,14 +17,17 @@ from aserve.scheduling.state import SchedulerState
 def land_repeated(state: SchedulerState, step: Step, result: StepResult) -> bool:
     """Commits the result of a step that repeated the one before, and returns True; or changes
     nothing, and returns False, if more than the next token of every row comes with it.
+
+    Other steps may have been launched since, with other rows. They change nothing of these.
     """
-    repeat = step.repeat
-    if repeat is None or repeat is not state.repeat or repeat.rows is not state.running_rows:
+    repeat, table = step.repeat, state.table
+    if repeat is None:
         return False
     number, tokens = step.iteration - repeat.first, array_i32(result.tokens)
     if number >= repeat.num_quiet or not _is_plain_result(result, repeat):
         return False
-    if np.count_nonzero(state.end_ids[tokens]):
+    is_dropped = table.first_iteration[repeat.places] > step.iteration  # or has no row
+    if np.count_nonzero(is_dropped) or np.count_nonzero(state.end_ids[tokens]):
         return False
     positions = pack_i32(repeat.positions + number)
     columns = (repeat.children, positions, result.tokens, repeat.cached_lens)
@@ -35,9 +38,8 @@ def land_repeated(state: SchedulerState, step: Step, result: StepResult) -> bool
         append(token_id)
     for client, num_tokens in repeat.clients:
         client.serve_outputs(num_tokens)
-    table = state.table
     table.last_id[repeat.rows] = tokens
-    land_alike(table, repeat.taken)
+    land_alike(table, repeat.places)
     if state.spec.prefix_cache:
         has_page = repeat.page_phase == number % state.spec.page_size
         commit_pages(state, repeat.rows[has_page])

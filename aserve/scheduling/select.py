@@ -45,7 +45,7 @@ def select(state: SchedulerState) -> tuple[Spans, list[Sequence]]:
         chosen = _choose_retry(state)
         if len(chosen.rows) or state.is_recovering:
             return chosen, []
-    decodes, prefills = _ready_rows(state)
+    decodes, prefills = _next_rows(state)
     by_rank = next_decodes(state, decodes)
     if state.draft_choice.is_on:
         state.draft_choice.choose(state.table, np.concatenate(by_rank), state.running)
@@ -76,19 +76,19 @@ def _with_prefills(
     return chosen if len(chosen.rows) else _fill(state, decodes, budget)
 
 
-def _ready_rows(state: SchedulerState) -> tuple[Column, list[Sequence]]:
+def _next_rows(state: SchedulerState) -> tuple[Column, list[Sequence]]:
     """Returns the decodes, those that waited longest first, and the prefills, which the caller
     sorts.
     """
     table = state.table
-    rows = _ready(state, state.running_rows)
+    rows = ready_rows(state, state.running_rows)
     is_prefill = table.remaining[rows] > state.spec.decode.root_len
     decodes = rows[~is_prefill]
     decodes = decodes[table.last_iteration[decodes].argsort(kind="stable")]
     return decodes, [state.running[row] for row in rows[is_prefill].tolist()]
 
 
-def _ready(state: SchedulerState, rows: Column) -> Column:
+def ready_rows(state: SchedulerState, rows: Column) -> Column:
     """Returns the rows that another step may compute now, as far as their flights allow it. A row
     is left out if its outputs reach max_tokens, counting one for each sampling step in flight; or,
     where max_tokens is 0, if its whole prompt is in flight.
@@ -109,7 +109,7 @@ def _choose_retry(state: SchedulerState) -> Spans:
     while state.retries and state.is_device_idle:
         group = [sequence for sequence in state.retries.pop(0) if sequence.phase is Phase.RUNNING]
         chosen = NOTHING
-        for rows in rows_by_rank(state, _ready(state, rows_of(group))):
+        for rows in rows_by_rank(state, ready_rows(state, rows_of(group))):
             chosen = chosen.join(_fill(state, rows, state.spec.max_batched_tokens))
         if len(chosen.rows):
             state.retry_iteration = state.next_iteration

@@ -3,13 +3,14 @@
 Mostly nothing happens between two steps but tokens, and then most of a batch is as before, and its
 result changes every row alike. So such a step is not chosen and built anew by `select` and
 `launch`, which would do the same. A step repeats if nobody can be admitted, retracted or moved,
-every row decodes one token, none is to draft, and pages abound. Its result is committed by
+every row that can go on decodes one token, none is to draft, and pages abound. Rows that cannot go
+on, because their last token is known or in flight, are left out. Its result is committed by
 repeated_results.py.
 
 What each step brings is known when the first one is launched: `Repeat` says for which steps, and
-which rows begin or end a page in them. So a step costs a few numpy calls. Whatever else changes a
-row forgets the `Repeat`: another event than a result, another launch, and a sequence that ends.
-Writes `SchedulerState.repeat`.
+which rows begin or end a page in them. So a step costs a few numpy calls. `SchedulerState.repeat`
+is the one that the next step may be of, and whatever else changes a row forgets it: another event
+than a result, another launch, and a sequence that ends. This module writes it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from aserve.scheduling.flights import Repeat, new_step, send_alike
 from aserve.scheduling.forecast import relax
 from aserve.scheduling.loads import save_pages
 from aserve.scheduling.ranks import max_decode_rows
-from aserve.scheduling.select import grow
+from aserve.scheduling.rows import Column
+from aserve.scheduling.select import grow, ready_rows
 from aserve.scheduling.state import SchedulerState
 from aserve.scheduling.table_writes import page_writes
 
@@ -38,22 +40,24 @@ def repeat_step(state: SchedulerState) -> bool:
     """Launches the step that repeats the last one, and returns True; or changes nothing, and
     returns False.
     """
-    if not _is_undisturbed(state):
+    choice, repeat = state.draft_choice, state.repeat
+    if len(state.steps) >= state.spec.lead or choice.is_drafting or not _is_undisturbed(state):
         return False
-    rows, choice, repeat = state.running_rows, state.draft_choice, state.repeat
-    if choice.is_on and (choice.is_drafting or not choice.holds(rows, state.running)):
-        return False
-    if repeat is None or repeat.rows is not rows or repeat.spec is not state.spec:
+    if repeat is None or not _goes_on(state, repeat):
         repeat = state.repeat = _find_repeat(state)
-    if repeat is None or state.next_iteration - repeat.first >= repeat.num_launches:
-        return False
-    if len(state.steps) >= state.spec.lead:
+    if repeat is None or (choice.is_on and not choice.holds(repeat.rows, state.running)):
         return False
     pools = range(state.cache.num_pools)
     if not all(state.cache.available(pool) >= repeat.most_pages for pool in pools):
         return False
     _launch(state, repeat)
     return True
+
+
+def _goes_on(state: SchedulerState, repeat: Repeat) -> bool:
+    """Returns whether the next step may be of this `Repeat`, as far as its rows go."""
+    is_here = repeat.running is state.running_rows and repeat.spec is state.spec
+    return is_here and state.next_iteration - repeat.first < repeat.num_launches
 
 
 def _launch(state: SchedulerState, repeat: Repeat) -> None:
@@ -68,7 +72,7 @@ def _launch(state: SchedulerState, repeat: Repeat) -> None:
     is_known, packed_rows = not state.steps, repeat.step.packed_rows
     step = msgspec.structs.replace(repeat.step, iteration=iteration, repeat=repeat)
     state.steps[iteration] = step
-    stats = _stats(state)
+    stats = _stats(state, len(rows))
     stamp = 0 if is_known else stamp_of(iteration - 1)
     batch = ScheduleBatch(
         iteration=iteration,
@@ -87,13 +91,13 @@ def _launch(state: SchedulerState, repeat: Repeat) -> None:
     )
     repeat.kv_lens += 1
     table.written_pages[grown] = table.num_pages[grown]
-    send_alike(table, repeat.taken, iteration=iteration, stamp=stamp_of(iteration))
+    send_alike(table, repeat.places, iteration=iteration, stamp=stamp_of(iteration))
     state.effects.append(Launch((batch,)))
 
 
-def _stats(state: SchedulerState) -> StepStats:
+def _stats(state: SchedulerState, num_rows: int) -> StepStats:
     return StepStats(
-        num_decode_rows=len(state.running),
+        num_decode_rows=num_rows,
         num_running=len(state.running),
         num_waiting=state.num_waiting,
         num_retracted=state.num_retracted,
@@ -103,7 +107,7 @@ def _stats(state: SchedulerState) -> StepStats:
 
 
 def _is_undisturbed(state: SchedulerState) -> bool:
-    """Returns whether the rows that run are all that there is."""
+    """Returns whether no step needs more than the rows that run."""
     if not state.running or state.masked or state.has_senders or state.is_recovering:
         return False
     if len(state.slow_waiting):
@@ -112,12 +116,14 @@ def _is_undisturbed(state: SchedulerState) -> bool:
 
 
 def _find_repeat(state: SchedulerState) -> Repeat | None:
-    """Returns what stays the same while the running rows go on as they are, or None if they do not
-    all go on.
+    """Returns what stays the same while the rows that can go on do so as they are, or None if they
+    differ in more than their tokens.
     """
-    spec, rows, table, first = state.spec, state.running_rows, state.table, state.next_iteration
-    num_rows, caps, page_size = len(rows), spec.decode, spec.page_size
-    if not _can_repeat(state, num_rows) or not _go_on_alike(state):
+    spec, table, first = state.spec, state.table, state.next_iteration
+    running, caps, page_size = state.running_rows, spec.decode, spec.page_size
+    rows = ready_rows(state, running)
+    num_rows = len(rows)
+    if not num_rows or not _can_repeat(state, num_rows) or not _go_on_alike(state, rows):
         return None
     starts = table.scheduled_len[rows]
     num_left = table.num_pages[rows] * page_size - starts  # tokens until a page begins
@@ -127,10 +133,12 @@ def _find_repeat(state: SchedulerState) -> Repeat | None:
     if np.count_nonzero(step.samples) < num_rows or np.count_nonzero(step.num_drafts):
         return None
     clients: list[Client] = table.clients[rows].tolist()
+    last_row = int(np.maximum.reduce(rows))
     is_one = state.clients.num_active == 1
     return Repeat(
         step,
         rows,
+        running,
         spec,
         first=first,
         kv_lens=starts.astype(np.int32),
@@ -142,7 +150,7 @@ def _find_repeat(state: SchedulerState) -> Repeat | None:
         most_pages=state.num_pages(min(2 * num_rows, spec.max_batched_tokens)) + 2 * num_rows,
         ones=pack_i32(step.query_lens),
         minus_rows=pack_i32(-rows),
-        taken=slice(1, int(np.maximum.reduce(rows)) + 1),
+        places=slice(1, num_rows + 1) if last_row == num_rows else rows,
         request_ids=tuple(table.request_ids[rows].tolist()),
         children=pack_i32(table.child[rows]),
         cached_lens=pack_i32(table.cached_len[rows]),
@@ -164,18 +172,17 @@ def _can_repeat(state: SchedulerState, num_rows: int) -> bool:
     return num_rows <= min(most, spec.max_batched_tokens)
 
 
-def _go_on_alike(state: SchedulerState) -> bool:
-    """Returns whether every row was in the last step, and has one token to compute, which is known
-    if nothing is in flight.
+def _go_on_alike(state: SchedulerState, rows: Column) -> bool:
+    """Returns whether each of the rows was in the last step, and has one token to compute, which is
+    known if nothing is in flight.
     """
-    table, rows, last = state.table, state.running_rows, state.next_iteration - 1
+    table, last = state.table, state.next_iteration - 1
     num_sampling = table.num_sampling[rows]
     is_other = table.last_iteration[rows] != last
     is_other |= table.remaining[rows] != 1
-    is_other |= num_sampling >= state.spec.lead
     is_other |= (num_sampling > 0) != bool(state.steps)
     is_other |= table.num_uncertain[rows] != 0  # a window in flight
     is_other |= table.written_pages[rows] != table.num_pages[rows]  # the device lacks some
     is_other |= table.max_step_tokens[rows] - table.num_cut[rows] != 1  # it may draft
     is_other |= table.unpaid[rows] > table.scheduled_len[rows] - table.committed_len[rows]
-    return not np.count_nonzero(is_other) and not np.count_nonzero(table.is_blocked[rows])
+    return not np.count_nonzero(is_other)

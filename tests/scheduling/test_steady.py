@@ -165,3 +165,26 @@ def test_changed_settings_hold_for_the_next_step() -> None:
     stage.play(ChangeSettings(4, 2, None, "info"))
     stage.play(result(4, sampled))
     assert [rows(batch) for batch in stage.batches] == [[1, 2]]
+
+
+def test_the_result_of_a_repeated_step_ends_a_row_whose_end_came_nearer() -> None:
+    stage = Stage(spec())
+    stage.play(request("a", [1, 2, 3], max_tokens=60))
+    for iteration in range(1, 6):
+        stage.play(result(iteration, {1: [9]}))
+    stage.play(Amend("a", 1, max_tokens=7))
+    stage.play(result(6, {1: [9]}))
+    stage.play(result(7, {1: [9]}))
+    assert [each.num_outputs for each in stage.of(Retired)] == [7]
+
+
+def test_a_repeated_step_leaves_out_the_rows_that_cannot_go_on() -> None:
+    stage = Stage(spec())
+    stage.play(request("a", [1, 2, 3], max_tokens=60), request("b", [4, 5, 6], max_tokens=5))
+    launched = [rows(batch) for batch in stage.batches]
+    for iteration in range(1, 9):
+        counts = {row: [9] for row in launched[iteration - 1]}
+        stage.play(result(iteration, counts))
+        launched += [rows(batch) for batch in stage.batches]
+    assert launched[3:7] == [[1, 2], [1, 2], [1], [1]]
+    assert all(step.repeat is not None for step in stage.scheduler.state.steps.values())
