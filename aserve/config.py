@@ -45,8 +45,8 @@ TEST_PREFIX = "ASERVE_TEST_"  # read by the test suite, never an option
 class ModelOptions:
     model: str | None = option(
         None,
-        "a model directory in Hugging Face format, its config.json, or a hub id; "
-        "default: the bundled model",
+        "a model directory in Hugging Face format, its config.json, a GGUF file, or a hub id, also "
+        "with the name of a GGUF file behind it; default: the bundled model",
         Limits(metavar="MODEL", aliases=("model-path",)),
     )
     tokenizer: str | None = option(

@@ -32,8 +32,13 @@ ANSWER_TIMEOUT_S = 12.0
 def resolve_model_dir(name: str, *, has_weights: bool = True) -> Path:
     """Returns the model's directory, and downloads it first if `name` is a hub id.
 
-    `name` may also be the path of a config.json. With `has_weights=False` no weights are fetched.
+    `name` may also be the path of a config.json, or a GGUF file as `resolve_file` takes it, of
+    which a directory is made. With `has_weights=False` no weights are fetched.
     """
+    if name.endswith(".gguf"):
+        from aserve.gguf.model_dir import gguf_model_dir  # only for those who use it
+
+        return gguf_model_dir(resolve_file(name))
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").exists():

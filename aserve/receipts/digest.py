@@ -12,7 +12,7 @@ from pathlib import Path
 
 from aserve.receipts.record import ModelDigest
 
-WEIGHTS = ("*.safetensors", "*.bin")
+WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 CONFIG = ("config.json", "adapter_config.json")
 TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt"),

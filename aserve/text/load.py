@@ -35,7 +35,8 @@ from aserve.text.tokenizer import TextTokenizer, numeric_template, numeric_token
 
 logger = logging.getLogger(__name__)
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+GGUF = "model.gguf"  # whose metadata have the tokenizer
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", GGUF)
 
 
 class _TokenizerFile(msgspec.Struct):
@@ -188,11 +189,13 @@ def _convert_backend(model_dir: Path) -> Tokenizer:
     takes seconds.
     """
     _check_vocabulary(model_dir)
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    is_gguf = (model_dir / GGUF).is_file()
+    kind, file = (PreTrainedTokenizerFast, GGUF) if is_gguf else (AutoTokenizer, None)
     try:
-        loaded = AutoTokenizer.from_pretrained(
-            str(model_dir), local_files_only=True, trust_remote_code=False
+        loaded = kind.from_pretrained(
+            str(model_dir), gguf_file=file, local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, ImportError) as error:
         if "auto_map" in read_json(model_dir / "tokenizer_config.json"):

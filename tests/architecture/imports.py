@@ -52,7 +52,7 @@ BORDER = Reach(aserve=FIRST, packages=PLAIN)
 # What loads or runs a model.
 DEVICE = (
     *(*PLAIN, "torch", "triton", "flashinfer", "deep_ep", "mlx"),
-    *("safetensors", "huggingface_hub", "transformers"),
+    *("gguf", "safetensors", "huggingface_hub", "transformers"),
 )
 
 REACH = {
@@ -105,7 +105,10 @@ REACH = {
     "aserve.frames": BORDER,
     "aserve.fair_queue": BORDER,
     "aserve.json_file": BORDER,
-    "aserve.host": Reach(aserve=FIRST, packages=("uvloop", "huggingface_hub")),
+    "aserve.gguf": Reach(aserve=FIRST, packages=(*PLAIN, "gguf")),
+    "aserve.host": Reach(
+        aserve=(*FIRST, "aserve.gguf.model_dir"), packages=("uvloop", "huggingface_hub")
+    ),
     "aserve.amendments": BORDER,
     "aserve.request_stream": Reach(
         aserve=(*FIRST, "aserve.unread", "aserve.amendments"), packages=PLAIN
@@ -154,6 +157,7 @@ REACH = {
     "aserve.gpu": Reach(
         aserve=(
             *(*FIRST, "aserve.cache.layout", "aserve.host", "aserve.progress", "aserve_kernels"),
+            "aserve.gguf.table",
             "aserve.parallel.topology",
         ),
         packages=DEVICE,

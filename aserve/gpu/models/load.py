@@ -101,7 +101,7 @@ class NativeLoader:
             # Every stage checks the whole, so that all of them refuse it, or none.
             is_staged = target.stage.count > 1
             check_fit(self._inventory(dtype, self.config) if is_staged else inventory, checkpoint)
-            held_bytes = inventory.held_bytes(target.bits, checkpoint.is_quantized)
+            held_bytes = inventory.held_bytes(target.bits, checkpoint.stored_bits)
             target.check_room(held_bytes, dtype)
             left_bytes = target.free_bytes - held_bytes
             check_rope_table(config, context_len, dtype, left_bytes)

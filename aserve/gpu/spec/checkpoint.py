@@ -98,7 +98,7 @@ def load_draft_model(
         inventory = Inventory(plan.dtype)
         build(DraftWeights(inventory, names))
         check_fit(inventory, checkpoint)
-        held_bytes = inventory.held_bytes(target.bits, checkpoint.is_quantized)
+        held_bytes = inventory.held_bytes(target.bits, checkpoint.stored_bits)
         target.check_room(held_bytes, plan.dtype)
         progress = LoadProgress(
             inventory.size_bytes, dtype=plan.dtype, on_progress=plan.on_progress

@@ -1,4 +1,5 @@
-"""Reads the safetensors files of a model directory: a single file, or several with an index.
+"""Reads the safetensors files of a model directory: a single file, or several with an index. A
+directory that was made of GGUF files has a table in place of the index (`gguf.py`).
 
 Names, shapes and dtypes come from the files' headers; values are read one tensor at a time. Linear
 layers in fp8 (`fp8.py`) and of 4 bits (`int4.py`) are read as float32, or as they are where the
@@ -7,22 +8,23 @@ reader asks for that. Tensors in MXFP4 (`mxfp4.py`) are read as bfloat16.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import product
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from aserve.errors import ConfigError
 from aserve.gpu.weights import fp8, int4, mxfp4
+from aserve.gpu.weights.files import INDEX, SINGLE, WeightFile, listed, open_file, read_index
+from aserve.gpu.weights.gguf import GgufSlice
 from aserve.gpu.weights.quantized import Quantization, QuantizedWeight
-from aserve.json_file import read_json_file
 
 CPU = torch.device("cpu")
 # The parts of tensors of all experts, by the ends of their names.
@@ -30,8 +32,6 @@ JOINED_EXPERTS = {
     ".experts.gate_up_proj": ("gate_proj", "up_proj"),
     ".experts.down_proj": ("down_proj",),
 }
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -90,7 +90,9 @@ class Checkpoint:
         quantization: Quantization | None = None,
     ) -> None:
         self._fp8 = quantization if isinstance(quantization, fp8.Fp8) else None
-        self._method = quantization if isinstance(quantization, str) else None
+        self._method: int4.Method | None = None
+        if isinstance(quantization, str) and quantization != "gguf":
+            self._method = quantization
         self._coded: dict[str, Mapping[str, StoredTensor]] = {}  # parts, by their weights' names
         self._scales: dict[str, _Fp8Parts] = {}  # by the names of their weights
         self._mxfp4: dict[str, StoredTensor] = {}  # scales, by the names of their weights
@@ -99,20 +101,20 @@ class Checkpoint:
         self._updates = updates
         self._rename = rename
         self.tensors: dict[str, StoredTensor] = {}
-        self._files: dict[str, _File] = {}
+        self._files: dict[str, WeightFile] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Checkpoint:
-        index = _read_index(self.directory)
+        index = read_index(self.directory)
         with ExitStack() as stack:
             for file_name in sorted({*index.values()}) or [SINGLE]:
                 self._files[file_name] = stack.enter_context(
-                    _open(self.directory / file_name, self._device)
+                    open_file(self.directory / file_name, self._device)
                 )
                 self._note_tensors(file_name)
             self._check_index(index)
             for path in self._updates:
-                self._files[str(path)] = stack.enter_context(_open(path, self._device))
+                self._files[str(path)] = stack.enter_context(open_file(path, self._device))
                 self._note_tensors(str(path), replaces=True)
             self._take_fp8()
             self._take_mxfp4()
@@ -151,9 +153,18 @@ class Checkpoint:
         stored = self._read_stored(name, part)
         return self._fp8_scales(name).widened(stored, part) if name in self._scales else stored
 
-    def is_quantized(self, name: str) -> bool:
-        """Says whether a device may keep this weight as it is stored."""
-        return name in self._coded or name in self._scales
+    def stored_bits(self, name: str) -> int | None:
+        """Returns the bits of a weight that a device may keep as it is stored; None for others."""
+        if name in self._coded:
+            return int4.BITS
+        blocks = self._blocks(name)
+        return blocks.bits if blocks is not None else 8 if name in self._scales else None
+
+    def _blocks(self, name: str) -> GgufSlice | None:
+        """Returns a tensor of a GGUF file."""
+        stored = self.tensors.get(name)
+        found = None if stored is None else self._files[stored.file_name].get_slice(stored.name)
+        return found if isinstance(found, GgufSlice) else None
 
     def read_quantized(self, name: str, part: tuple[slice, ...]) -> QuantizedWeight | None:
         """Returns these elements of a weight in fp8 or of 4 bits as they are stored. None for any
@@ -161,6 +172,8 @@ class Checkpoint:
         groups."""
         if name in self._scales:
             return self._fp8_scales(name).weight(self._read_stored(name, part), part)
+        if (blocks := self._blocks(name)) is not None:
+            return blocks.coded(part)
         if name not in self._coded:
             return None
         weight, places = self._read_coded(name)
@@ -204,7 +217,7 @@ class Checkpoint:
         return self._files[stored.file_name].get_tensor(stored.name)
 
     @contextmanager
-    def _explained(self, name: str) -> Iterator[_File]:
+    def _explained(self, name: str) -> Iterator[WeightFile]:
         """Returns the file of a tensor; an error while it is read names the file and the tensor."""
         stored = self.tensors[name]
         try:
@@ -321,77 +334,3 @@ class Checkpoint:
         if name is None:
             return True
         return name in self.tensors and self.tensors[name].file_name == file_name
-
-
-class _Slice(Protocol):
-    def get_shape(self) -> list[int]: ...
-
-    def get_dtype(self) -> str: ...
-
-    def __getitem__(self, part: tuple[int | slice, ...], /) -> Tensor: ...
-
-
-class _File(Protocol):
-    def keys(self) -> list[str]: ...
-
-    def get_slice(self, name: str) -> _Slice: ...
-
-    def get_tensor(self, name: str) -> Tensor: ...
-
-    def __enter__(self) -> _File: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
-
-
-def listed(names: Iterable[str]) -> str:
-    """Returns the first five names, and how many more there are."""
-    ordered = sorted(names)
-    more = f" and {len(ordered) - 5} more" if len(ordered) > 5 else ""
-    return ", ".join(ordered[:5]) + more
-
-
-def _open(path: Path, device: torch.device) -> _File:
-    try:
-        file: _File = safe_open(path, framework="pt", device=str(device))
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist") from None
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{path} is not a readable safetensors file: {error}") from error
-    return file
-
-
-def _read_index(directory: Path) -> Mapping[str, str]:
-    """Maps each tensor's name to its file. It is empty where there is a single file, which wins
-    over an index."""
-    if (directory / SINGLE).exists():
-        return {}
-    path = directory / INDEX
-    try:
-        index = read_json_file(path)
-    except FileNotFoundError:
-        raise ConfigError(f"{directory} has no {SINGLE} and no {INDEX}{_hint(directory)}") from None
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ConfigError(f"{path}: weight_map names no tensors")
-    for name, file_name in weight_map.items():
-        # An index is untrusted input: its file names must not lead out of the directory.
-        is_text = isinstance(file_name, str) and file_name
-        if not is_text or Path(file_name).name != file_name:
-            raise ConfigError(
-                f"{path}: {name} is said to be in {file_name!r}, which is no file name"
-            )
-    return weight_map
-
-
-def _hint(directory: Path) -> str:
-    others = sorted(path.name for path in directory.glob("*.bin"))
-    return (
-        f"; {others[0]} is in a format that is not read, convert it to safetensors"
-        if others
-        else ""
-    )

@@ -71,12 +71,12 @@ class CodedWeight:
 
 
 def joined(parts: Sequence[CodedWeight]) -> CodedWeight | None:
-    """Joins the rows of several weights; None if their groups differ."""
-    if len({part.scales.shape[1] for part in parts}) > 1:
+    """Joins the rows of several weights; None if their bits or groups differ."""
+    if len({(part.bits, part.scales.shape[1]) for part in parts}) > 1:
         return None
     every = zip(*((part.codes, part.scales, part.offsets) for part in parts), strict=True)
     codes, scales, offsets = map(torch.cat, every)
-    return CodedWeight(codes, scales, offsets)
+    return CodedWeight(codes, scales, offsets, parts[0].bits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from aserve.errors import ConfigError
 from aserve.gpu.layers.grouped_linear import GroupedLinearOp, linear_per_expert
 from aserve.gpu.layers.linear import Linear, LinearOp, prepare
 from aserve.gpu.layers.ops import PLAIN
-from aserve.gpu.weights.checkpoint import DTYPES, Checkpoint, listed
+from aserve.gpu.weights.checkpoint import DTYPES, Checkpoint
+from aserve.gpu.weights.files import listed
 from aserve.gpu.weights.fp8 import ExpertWeights
 from aserve.gpu.weights.source import WHOLE, LinearBits, Shard, expert_parts
 
@@ -105,17 +106,17 @@ class Inventory:
         return self.num_weights * self.dtype.itemsize
 
     def held_bytes(
-        self, bits: LinearBits, is_quantized: Callable[[str], bool] = lambda _name: False
+        self, bits: LinearBits, stored_bits: Callable[[str], int | None] = lambda _name: None
     ) -> int:
         """Returns the size of this shard's weights on a device whose linear layers have `bits`. A
         layer that is tied to another one has a copy of its own there if it has other bits."""
         own_bits = 8 * self.dtype.itemsize
         size_bits = float(self.num_weights * own_bits)
         for name, shape in self.linears.items():
-            found = bits.of(is_quantized=is_quantized(name))
+            found = bits.of(stored_bits(name))
             size_bits += math.prod(shape) * ((own_bits if found is None else found) - own_bits)
         if bits.kept_experts is not None and self._shard.experts is None:
-            kept = sum(size for name, size in self._experts.items() if is_quantized(name))
+            kept = sum(size for name, size in self._experts.items() if stored_bits(name))
             size_bits += kept * (bits.kept_experts - own_bits)
         size_bits += sum(self._tied.values()) * (bits.every or 0)
         return math.ceil(size_bits / 8)

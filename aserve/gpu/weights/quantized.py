@@ -8,7 +8,7 @@ weight, which is made when it is asked for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from aserve.gpu.weights.fp8 import PART, Fp8Weight
 from aserve.gpu.weights.int4 import CodedWeight
 
 QuantizedWeight: TypeAlias = CodedWeight | Fp8Weight
-Quantization: TypeAlias = fp8.Fp8 | int4.Method  # of a checkpoint's linear layers
+# Of a checkpoint's linear layers. Those in GGUF are in blocks (gguf.py).
+Quantization: TypeAlias = fp8.Fp8 | int4.Method | Literal["gguf"]
 INT8 = "int8"  # the name of a format for devices, beside FP8 and INT4
 GROUP = 128  # inputs that share a scale and an offset of 4 bits
 INT8_MAX = 127
@@ -54,7 +55,10 @@ def joined(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     """Joins the rows of several weights; None if they cannot be one weight."""
     coded = [part for part in parts if isinstance(part, CodedWeight)]
     if len(coded) == len(parts):
-        return int4.joined(coded)
+        alike = int4.joined(coded)
+        if alike is None and len({part.bits for part in coded}) > 1:
+            return rounded(torch.cat([part.widened() for part in coded]), 8)
+        return alike
     in_fp8 = [part for part in parts if isinstance(part, Fp8Weight)]
     return fp8.joined(in_fp8) if len(in_fp8) == len(parts) else None
 

@@ -131,7 +131,7 @@ class WeightReader:
             return None
         names = [expert_parts(name, parts, expert) for expert in range(count)]
         shapes = [_weight_shapes(each, in_features) for each in names]
-        if not all(map(self._checkpoint.is_quantized, itertools.chain(*shapes))):
+        if not all(map(self._checkpoint.stored_bits, itertools.chain(*shapes))):
             return None
         return stacked(map(self._read_quantized, shapes), count, self.device)
 

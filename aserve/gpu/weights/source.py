@@ -264,8 +264,9 @@ class LinearBits:
     kept: float | None = None  # of those that stay quantized as the checkpoint has them
     kept_experts: float | None = None  # the same of experts; None: those of the dtype
 
-    def of(self, *, is_quantized: bool) -> float | None:
-        return self.kept if is_quantized and self.kept is not None else self.every
+    def of(self, stored: int | None) -> float | None:
+        """`stored`: the bits of the checkpoint's codes, None for numbers."""
+        return self.every if stored is None or self.kept is None else max(self.kept, stored)
 
 
 @dataclass(frozen=True, slots=True)

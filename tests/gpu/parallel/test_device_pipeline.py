@@ -23,7 +23,7 @@ from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.parallel import nccl
 from aserve.gpu.parallel.device_collectives import GroupLink, Peer
 from aserve.gpu.parallel.early_drafts import EarlyDrafts
-from aserve.gpu.weights import checkpoint
+from aserve.gpu.weights import checkpoint, files
 from aserve.load import load_rank
 from aserve.parallel.leader import ParallelExecutor
 from aserve.parallel.topology import Coordinates, Patience
@@ -119,13 +119,13 @@ class Machine:
     @contextlib.contextmanager
     def running(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         """Within it, ranks load their parts on its devices."""
-        open_ = checkpoint._open
+        open_ = files.open_file
 
         def open_for(path: Path, device: torch.device) -> Any:
             file = open_(path, torch.device("cpu"))
             return StoredFile(file) if device.type == "meta" else file
 
-        monkeypatch.setattr(checkpoint, "_open", open_for)
+        monkeypatch.setattr(checkpoint, "open_file", open_for)
         monkeypatch.setattr(nccl, "nccl_group", lambda place, name: self.group(place.rank, name))
         monkeypatch.setattr(
             registry, "devices_of", lambda rank, _: {"cpu": lambda _: CudaDevice(self.cudas[rank])}

@@ -15,8 +15,9 @@ from torch import Tensor
 import aserve.gpu.weights.checkpoint
 from aserve.errors import ConfigError
 from aserve.gpu.layers.linear import Linear
-from aserve.gpu.weights.checkpoint import INDEX, SINGLE, Checkpoint
+from aserve.gpu.weights.checkpoint import Checkpoint
 from aserve.gpu.weights.dummy import DummyWeights
+from aserve.gpu.weights.files import INDEX, SINGLE
 from aserve.gpu.weights.inventory import Inventory, check_fit
 from aserve.gpu.weights.reader import WeightReader
 from aserve.gpu.weights.source import (

@@ -163,15 +163,15 @@ def prepare_quantized(bits: int) -> Prepare:
 
 
 def with_codes(others: Prepare) -> Prepare:
-    """Returns a `Prepare` that keeps the codes of layers of 4 bits as they are."""
+    """Returns a `Prepare` that keeps the codes of layers that have some as they are."""
 
     def prepare(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
         coded = linear.stored if isinstance(linear, QuantizedLinear) else None
         if not isinstance(coded, CodedWeight) or coded.group % LANES:
             return others(linear, device, dtype=dtype)
         num_workers = torch.get_num_threads()
-        compile_quant_linear(dtype, num_workers, bits=BITS)
-        return QuantLinear(_packed(coded, linear.bias, bits=BITS), num_workers=num_workers)
+        compile_quant_linear(dtype, num_workers, bits=coded.bits)
+        return QuantLinear(_packed(coded, linear.bias, bits=coded.bits), num_workers=num_workers)
 
     return prepare
 

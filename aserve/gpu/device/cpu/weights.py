@@ -100,7 +100,8 @@ def _quantized_format(request: WeightRequest, isa: CpuIsa) -> WeightFormat:
 
 
 def _with_codes(format_: WeightFormat, request: WeightRequest, isa: CpuIsa) -> WeightFormat:
-    """Keeps layers that the checkpoint has in 4 bits as they are, where they can be multiplied."""
+    """Keeps layers that the checkpoint has in 4 bits as they are, where they can be multiplied, and
+    those in GGUF."""
     is_kept = request.quantization is None and request.stored_quantization == INT4
     if not (is_kept and isa.has_numba and format_.dtype in KERNEL_DTYPES):
         return format_

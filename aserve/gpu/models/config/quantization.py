@@ -28,6 +28,8 @@ def quantization_of(fields: Fields) -> Quantization | None:
     method = section.text("quant_method") if section.has("quant_method") else None
     if method == "mxfp4":
         return None
+    if method == "gguf":
+        return "gguf"
     if method == "fp8" and section.text("fmt", default="e4m3") in ("e4m3", "float8_e4m3fn"):
         return Fp8(_block(section, "weight_block_size"))
     has_layout = method != "awq" or section.text("version", default="gemm").lower() == "gemm"

@@ -17,7 +17,7 @@ from aserve.errors import ConfigError
 from aserve.gpu.layers.linear import Linear, LinearOp
 from aserve.gpu.models.base import LoadPlan
 from aserve.gpu.models.transformers.attention import PAGED
-from aserve.gpu.weights.checkpoint import listed
+from aserve.gpu.weights.files import listed
 from aserve.gpu.weights.source import OnProgress, Target
 
 if TYPE_CHECKING:

@@ -1,0 +1,171 @@
+"""How the families of models that are read from GGUF differ: their configuration in the names of
+Hugging Face, and the names of their tensors.
+
+Source: convert_hf_to_gguf.py of llama.cpp, whose changes of names and values are undone here
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from aserve.gguf.metadata import Metadata
+
+LAYER: Mapping[str, str] = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+AROUND: Mapping[str, str] = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+NORMS_AROUND: Mapping[str, str] = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+EXPERTS: Mapping[str, str] = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+SHORT_CONV: Mapping[str, str] = {
+    "attn_norm": "operator_norm",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "attn_output": "self_attn.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.out_proj": "conv.out_proj",
+}
+Settings = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFamily:
+    """`names` are by those of GGUF: of modules in a layer, and of those `around` the layers."""
+
+    architecture: str  # in config.json
+    model_type: str
+    settings: Callable[[Metadata], Settings]  # beside those that all families have
+    names: Mapping[str, str] = field(default_factory=lambda: LAYER)
+    around: Mapping[str, str] = field(default_factory=lambda: AROUND)
+    norm_offset: float = 0.0  # that the file's norms have beside the model's
+    # Rope rotates neighbouring elements of a head in the file, and those half a head apart here.
+    has_neighbours: bool = False
+
+
+def _nothing(_file: Metadata) -> Settings:
+    return {}
+
+
+def _qwen3_moe(file: Metadata) -> Settings:
+    return {
+        "num_experts": file.integer("expert_count"),
+        "num_experts_per_tok": file.integer("expert_used_count"),
+        "moe_intermediate_size": file.integer("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+    }
+
+
+def _gemma(file: Metadata, *, largest: int) -> Settings:
+    """The model with the `largest` number of layers scales attention by its width."""
+    num_heads = file.integer("attention.head_count")
+    by_width = file.integer("embedding_length") // num_heads
+    is_largest = file.integer("block_count") == largest
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": by_width if is_largest else file.integer("attention.key_length"),
+        "sliding_window": file.integer("attention.sliding_window"),
+    }
+
+
+def _gemma2(file: Metadata) -> Settings:
+    return {
+        **_gemma(file, largest=46),
+        "attn_logit_softcapping": file.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": file.number("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(file: Metadata) -> Settings:
+    return {
+        **_gemma(file, largest=62),
+        "rope_local_base_freq": file.number("rope.freq_base_swa", 10_000.0),
+        "sliding_window_pattern": file.integer("attention.sliding_window_pattern", 6),
+    }
+
+
+def _phi3(file: Metadata) -> Settings:
+    window = file.integer("attention.sliding_window", 0)
+    return {
+        "sliding_window": window or None,
+        "original_max_position_embeddings": file.integer(
+            "rope.scaling.original_context_length", file.integer("context_length")
+        ),
+    }
+
+
+def _granite(file: Metadata) -> Settings:
+    return {
+        "attention_multiplier": file.number("attention.scale"),
+        "embedding_multiplier": file.number("embedding_scale", 1.0),
+        "residual_multiplier": file.number("residual_scale", 1.0),
+        "logits_scaling": file.number("logit_scale", 1.0),
+    }
+
+
+def _lfm2(file: Metadata) -> Settings:
+    by_layer = file.integers("attention.head_count_kv")
+    return {
+        "num_key_value_heads": max(by_layer),
+        "layer_types": ["full_attention" if heads else "conv" for heads in by_layer],
+        "norm_eps": file.number("attention.layer_norm_rms_epsilon"),
+        "conv_L_cache": file.integer("shortconv.l_cache"),
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
+    {
+        "gemma2": GgufFamily(
+            *("Gemma2ForCausalLM", "gemma2", _gemma2, {**LAYER, **NORMS_AROUND}), norm_offset=1.0
+        ),
+        "gemma3": GgufFamily(
+            *("Gemma3ForCausalLM", "gemma3_text", _gemma3, {**LAYER, **NORMS_AROUND}),
+            norm_offset=1.0,
+        ),
+        "granite": GgufFamily("GraniteForCausalLM", "granite", _granite, has_neighbours=True),
+        "lfm2": GgufFamily(
+            *("Lfm2ForCausalLM", "lfm2", _lfm2, {**LAYER, **SHORT_CONV}),
+            {**AROUND, "token_embd_norm": "model.embedding_norm"},
+        ),
+        "llama": GgufFamily("LlamaForCausalLM", "llama", _nothing, has_neighbours=True),
+        "olmo2": GgufFamily("Olmo2ForCausalLM", "olmo2", _nothing, {**LAYER, **NORMS_AROUND}),
+        "phi3": GgufFamily(
+            *("Phi3ForCausalLM", "phi3", _phi3),
+            {**LAYER, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        ),
+        "qwen2": GgufFamily("Qwen2ForCausalLM", "qwen2", _nothing),
+        "qwen3": GgufFamily("Qwen3ForCausalLM", "qwen3", _nothing),
+        "qwen3moe": GgufFamily(
+            "Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe, {**LAYER, **EXPERTS}
+        ),
+    }
+)

@@ -1,0 +1,191 @@
+"""Writes a model directory as a GGUF file, as llama.cpp's converter does: names are by the package
+gguf, and values are changed in the same way.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from safetensors.torch import load_file
+
+Values = npt.NDArray[np.float32]
+Tensors = Iterator[tuple[str, Values]]
+SUFFIXES = (".weight", ".bias")
+NEIGHBOURS = ("llama", "granite")
+ADDS_ONE = ("gemma2", "gemma3")
+
+
+def write_gguf(
+    directory: Path,
+    path: Path,
+    arch: str,
+    *,
+    kind: str = "F32",
+    max_tensors: int = 0,
+    changed: Mapping[str, Callable[[Values], Values]] | None = None,
+) -> Path:
+    """Writes matrices in a format of gguf.GGMLQuantizationType, and returns the (first) path. With
+    `max_tensors` there are several files. `changed` are values by their names in GGUF."""
+    config = json.loads((directory / "config.json").read_text())
+    writer = GGUFWriter(path, arch, split_max_tensors=max_tensors)
+    _add_sizes(writer, config, arch)
+    _add_tokenizer(writer, directory, config)
+    stored = GGMLQuantizationType[kind]
+    for name, values in _tensors(directory, config, arch):
+        values = (changed or {}).get(name, np.asarray)(values)
+        is_matrix = values.ndim > 1 and "conv" not in name and "ffn_gate_inp" not in name
+        if is_matrix and kind != "F32":
+            writer.add_tensor(name, gguf.quants.quantize(values, stored), raw_dtype=stored)
+        else:
+            writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = sorted(path.parent.glob(f"{path.stem}*.gguf"))
+    return found[0]
+
+
+def _add_sizes(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
+    num_layers, num_heads = config["num_hidden_layers"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
+    rope = config.get("rope_parameters") or {}
+    full = rope.get("full_attention", rope)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_block_count(num_layers)
+    writer.add_head_count(num_heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
+    writer.add_rope_freq_base(full.get("rope_theta", 10_000.0))
+    if arch == "phi3":
+        writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    else:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if full.get("rope_type") in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(full["rope_type"]))
+        writer.add_rope_scaling_factor(full["factor"])
+    trained_len = rope.get("original_max_position_embeddings")
+    trained_len = config.get("original_max_position_embeddings") or trained_len
+    if trained_len and rope.get("rope_type") != "llama3":
+        writer.add_rope_scaling_orig_ctx_len(trained_len)
+    _add_own(writer, config, arch)
+
+
+def _add_own(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
+    match arch:
+        case "gemma2":
+            writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+            writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+        case "granite":
+            writer.add_attention_scale(config["attention_multiplier"])
+            writer.add_embedding_scale(config["embedding_multiplier"])
+            writer.add_residual_scale(config["residual_multiplier"])
+            writer.add_logit_scale(config["logits_scaling"])
+        case "qwen3moe":
+            writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
+            writer.add_expert_used_count(config["num_experts_per_tok"])
+            writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        case "lfm2":
+            count = config["num_key_value_heads"]
+            kinds = config["layer_types"]
+            by_layer = [count if each == "full_attention" else 0 for each in kinds]
+            writer.kv_data[0].pop("lfm2.attention.head_count_kv")
+            writer.add_head_count_kv(by_layer)
+            writer.add_shortconv_l_cache(config["conv_L_cache"])
+    if config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
+
+
+def _add_tokenizer(writer: GGUFWriter, directory: Path, config: dict[str, Any]) -> None:
+    path = directory / "tokenizer.json"
+    if not path.exists():
+        writer.add_tokenizer_model("none")
+        return
+    tokenizer = json.loads(path.read_text())
+    special = {each["id"]: each["content"] for each in tokenizer["added_tokens"]}
+    texts = {number: text for text, number in tokenizer["model"]["vocab"].items()} | special
+    numbers = range(config["vocab_size"])
+    merges = tokenizer["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list([texts[number] for number in numbers])
+    writer.add_token_types([3 if number in special else 1 for number in numbers])
+    writer.add_token_merges([each if isinstance(each, str) else " ".join(each) for each in merges])
+    ends = config["eos_token_id"]
+    writer.add_bos_token_id(config["bos_token_id"])
+    writer.add_eos_token_id(ends[0])
+    writer.add_eot_token_id(ends[1])
+    writer.add_add_bos_token(False)
+    writer.add_chat_template((directory / "chat_template.jinja").read_text())
+
+
+def _tensors(directory: Path, config: dict[str, Any], arch: str) -> Tensors:
+    number = {name: number for number, name in MODEL_ARCH_NAMES.items()}[arch]
+    names = get_tensor_name_map(number, config["num_hidden_layers"])
+    for name, values in _joined(directory):
+        values = _changed(name, values, config, arch)
+        found = names.get_name(name, try_suffixes=SUFFIXES)
+        assert found is not None, name
+        yield found, np.ascontiguousarray(values)
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "llama3":
+        yield "rope_freqs.weight", _llama3_divisors(rope, config["head_dim"])
+    if rope.get("rope_type") == "longrope":
+        for kind in ("short", "long"):
+            yield f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32)
+
+
+def _joined(directory: Path) -> Tensors:
+    """Yields the tensors, and those of all experts of a layer as one."""
+    stored = load_file(directory / "model.safetensors")
+    experts: dict[str, list[Values]] = {}
+    for name in sorted(
+        stored, key=lambda each: [int(p) if p.isdigit() else 0 for p in each.split(".")]
+    ):
+        values = stored[name].float().numpy()
+        before, found, after = name.partition(".experts.")
+        if found:
+            number, _, part = after.partition(".")
+            assert number.isdigit()
+            experts.setdefault(f"{before}.experts.{part}", []).append(values)
+        else:
+            yield name, values
+    for name, parts in experts.items():
+        yield name, np.stack(parts)
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(part) for part in name.split(".") if part.isdigit()]
+
+
+def _changed(name: str, values: Values, config: dict[str, Any], arch: str) -> Values:
+    if arch in ADDS_ONE and name.endswith("norm.weight"):
+        return values + 1
+    if arch in NEIGHBOURS and ("q_proj" in name or "k_proj" in name):
+        heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+        halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+        return halves.swapaxes(1, 2).reshape(values.shape)
+    return values.squeeze(1) if name.endswith("conv.conv.weight") else values
+
+
+def _llama3_divisors(rope: dict[str, Any], head_dim: int) -> Values:
+    """What Llama 3.1 divides each frequency by."""
+    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+    trained_len = rope["original_max_position_embeddings"]
+    divisors = []
+    for pair in range(0, head_dim, 2):
+        length = 2 * math.pi * rope["rope_theta"] ** (pair / head_dim)
+        share = min(max((trained_len / length - low) / (high - low), 0.0), 1.0)
+        divisors.append(1 / ((1 - share) / factor + share))
+    return np.array(divisors, np.float32)

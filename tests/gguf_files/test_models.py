@@ -1,0 +1,146 @@
+"""Each family in a GGUF file, against the model directory that it was made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from aserve.errors import ConfigError
+from aserve.gguf.families import FAMILIES
+from aserve.gguf.model_dir import gguf_model_dir
+from tests.gguf_files.files import Values, write_gguf
+from tests.load_model import load_model
+from tests.parity.dense_attend import logits_of
+from tests.parity.references import VOCAB_SIZE, new_model
+
+MAX_MODEL_LEN = 64
+SAME_WIDTH: dict[str, Any] = {"hidden_size": 64}  # as GGUF has it: that of all heads together
+NO_RULE: dict[str, Any] = {"query_pre_attn_scalar": 16}  # that of all but the largest Gemma
+
+# (kind of tests/parity/references.py, what differs from it, architecture of GGUF)
+KINDS: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {}, "llama"),
+    ("llama-tied", {}, "llama"),
+    ("llama-linear", {}, "llama"),
+    ("llama-yarn", {}, "llama"),
+    ("llama-llama3", {}, "llama"),
+    ("gemma2", NO_RULE, "gemma2"),
+    ("gemma3", {**NO_RULE, "num_hidden_layers": 7, "sliding_window_pattern": 6}, "gemma3"),
+    ("granite", SAME_WIDTH, "granite"),
+    ("lfm2", {"block_auto_adjust_ff_dim": False}, "lfm2"),
+    ("olmo2", {}, "olmo2"),
+    ("phi3", {}, "phi3"),
+    ("phi3-longrope", {}, "phi3"),
+    ("qwen2", {}, "qwen2"),
+    ("qwen3-tied", {}, "qwen3"),
+    ("qwen3-moe", {"mlp_only_layers": []}, "qwen3moe"),
+]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def saved(kind: str, folder: Path, **sizes: Any) -> Path:
+    new_model(kind, **sizes).save_pretrained(folder)
+    return folder
+
+
+def logits_in(directory: Path) -> Tensor:
+    tokens = torch.arange(MAX_MODEL_LEN) * 37 % VOCAB_SIZE
+    return logits_of(load_model(directory, max_model_len=MAX_MODEL_LEN), tokens)
+
+
+def assert_alike(left: Path, right: Path) -> None:
+    torch.testing.assert_close(logits_in(left), logits_in(right), atol=1e-4, rtol=0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "sizes", "arch"), KINDS, ids=[kind for kind, *_ in KINDS])
+def test_a_file_has_the_model_that_it_was_made_of(
+    kind: str, sizes: dict[str, Any], arch: str, tmp_path: Path
+) -> None:
+    directory = saved(kind, tmp_path / "model", **sizes)
+    file = write_gguf(directory, tmp_path / "model.gguf", arch)
+    assert_alike(gguf_model_dir(file), directory)
+
+
+def test_every_family_is_compared() -> None:
+    assert {arch for *_, arch in KINDS} == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+def test_weights_of_16_bits_are_read_as_they_are(kind: str, tmp_path: Path) -> None:
+    model = new_model("llama")
+    dtype = {"F16": torch.float16, "BF16": torch.bfloat16}[kind]
+    model.to(dtype).float().save_pretrained(tmp_path / "model")
+    file = write_gguf(tmp_path / "model", tmp_path / "model.gguf", "llama", kind=kind)
+    directory = gguf_model_dir(file)
+    assert_alike(directory, tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    assert config["dtype"] == str(dtype).removeprefix("torch.")
+
+
+def test_a_model_in_several_files_is_one(tmp_path: Path) -> None:
+    directory = saved("qwen3", tmp_path / "model")
+    file = write_gguf(directory, tmp_path / "model.gguf", "qwen3", max_tensors=10)
+    assert file.name == "model-00001-of-00004.gguf"
+    assert_alike(gguf_model_dir(file), directory)
+
+
+def test_a_missing_one_of_several_files_is_named(tmp_path: Path) -> None:
+    directory = saved("qwen3", tmp_path / "model")
+    file = write_gguf(directory, tmp_path / "model.gguf", "qwen3", max_tensors=10)
+    (tmp_path / "model-00003-of-00004.gguf").unlink()
+    with pytest.raises(ConfigError, match="one of 00004 files, of which model-00003-of-00004"):
+        gguf_model_dir(file)
+
+
+def test_a_directory_is_made_once_for_each_state_of_a_file(tmp_path: Path) -> None:
+    directory = saved("qwen2", tmp_path / "model")
+    file = write_gguf(directory, tmp_path / "model.gguf", "qwen2")
+    first = gguf_model_dir(file)
+    assert gguf_model_dir(file) == first
+
+    def doubled(values: Values) -> Values:
+        return 2 * values
+
+    write_gguf(directory, file, "qwen2", changed={"output_norm.weight": doubled})
+    second = gguf_model_dir(file)
+    assert second != first
+    assert not torch.equal(logits_in(second), logits_in(directory))
+
+
+def test_an_unknown_architecture_is_refused_with_those_that_are_read(tmp_path: Path) -> None:
+    directory = saved("qwen2", tmp_path / "model")
+    file = write_gguf(directory, tmp_path / "model.gguf", "qwen2vl")
+    with pytest.raises(ConfigError, match=r"'qwen2vl' are not read, only those of gemma2, gemma3"):
+        gguf_model_dir(file)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [(b"", "is not a readable GGUF file"), (b"GGUF" + bytes(3), "is not a readable GGUF file")],
+)
+def test_what_is_no_gguf_is_refused(data: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(data)
+    with pytest.raises(ConfigError, match=message):
+        gguf_model_dir(tmp_path / "model.gguf")
+
+
+def test_a_file_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+    directory = saved("qwen2", tmp_path / "model")
+    file = write_gguf(directory, tmp_path / "model.gguf", "qwen2")
+    made = gguf_model_dir(file)
+    data = file.read_bytes()
+    file.write_bytes(data[: len(data) // 2])
+    with pytest.raises(ConfigError, match="cut off"):
+        load_model(made, max_model_len=MAX_MODEL_LEN)
+    with pytest.raises(ConfigError, match="is not a readable GGUF file"):
+        gguf_model_dir(file)
