@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-import aserve.gpu.weights.checkpoint
+import aserve.gpu.weights.files
 from aserve.errors import ConfigError
 from aserve.gpu.layers.linear import Linear
 from aserve.gpu.weights.checkpoint import Checkpoint
@@ -49,7 +49,7 @@ def test_files_are_opened_for_the_device(tmp_path: Path, monkeypatch: pytest.Mon
         asked.append(device)
         return safe_open(path, framework=framework)
 
-    monkeypatch.setattr(aserve.gpu.weights.checkpoint, "safe_open", on_the_cpu)
+    monkeypatch.setattr(aserve.gpu.weights.files, "safe_open", on_the_cpu)
     with Checkpoint(write_checkpoint(tmp_path, A), torch.device("cuda", 1)):
         assert asked == ["cuda:1"]
 

@@ -122,8 +122,10 @@ def test_memory_is_that_of_the_bits_of_each_layer() -> None:
     assert inventory.held_bytes(LinearBits()) == inventory.size_bytes == plain
     rounded = 2 * (1600 + 24) + 24 * 16 + 256 + 1600
     assert inventory.held_bytes(LinearBits(every=8)) == rounded  # the head has a copy
-    kept = 2 * (1600 + 24 * 16 + 24) + 128
-    assert inventory.held_bytes(LinearBits(kept=4), lambda name: name == "o.weight") == kept
+    kept = 2 * (1600 + 24 * 16 + 24)
+    assert inventory.held_bytes(LinearBits(kept=4), {"o.weight": 4}.get) == kept + 128
+    assert inventory.held_bytes(LinearBits(kept=4.5), {"o.weight": 4}.get) == kept + 144
+    assert inventory.held_bytes(LinearBits(kept=4.5), {"o.weight": 8}.get) == kept + 256
 
 
 def test_more_memory_than_the_quantized_weights_need_is_not_asked_for(tmp_path: Path) -> None:
