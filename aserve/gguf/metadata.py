@@ -95,9 +95,8 @@ def read_metadata(path: Path) -> Metadata:
     values: dict[str, object] = {}
     tensors: dict[str, StoredBlocks] = {}
     for number, each in enumerate(paths):
-        reader = _open(each)
-        if not number:
-            values = {key: field.contents() for key, field in reader.fields.items()}
+        reader, found = _open(each)
+        values = values or found
         for tensor in reader.tensors:
             if tensor.name in tensors:
                 raise ConfigError(f"{each}: tensor {tensor.name} is in two files")
@@ -127,8 +126,9 @@ def _paths(first: Path) -> tuple[Path, ...]:
     return paths
 
 
-def _open(path: Path) -> GGUFReader:
+def _open(path: Path) -> tuple[GGUFReader, dict[str, object]]:
     try:
-        return GGUFReader(path)
-    except (ValueError, KeyError, IndexError, OSError, UnicodeDecodeError) as error:
+        reader = GGUFReader(path)
+        return reader, {key: field.contents() for key, field in reader.fields.items()}
+    except (ValueError, KeyError, IndexError, OSError) as error:
         raise ConfigError(f"{path} is not a readable GGUF file: {error}") from error

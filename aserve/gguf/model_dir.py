@@ -6,7 +6,6 @@ It is kept in the user's cache, and made anew when the file or this package has 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import tempfile
@@ -44,14 +43,14 @@ def gguf_model_dir(path: Path) -> Path:
     files = _files(file)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as made:
+        with tempfile.TemporaryDirectory(dir=folder.parent) as parent:
+            made = Path(parent) / folder.name
+            made.mkdir()
             for name, data in files.items():
-                (Path(made) / name).write_bytes(data)
+                (made / name).write_bytes(data)
             for number, part in enumerate(file.paths):
-                (Path(made) / file_name(number)).symlink_to(part.absolute())
-            with contextlib.suppress(FileExistsError):  # another process was faster
-                Path(made).rename(folder)
-                Path(made).mkdir()  # NOTE: the context removes it
+                (made / file_name(number)).symlink_to(part.absolute())
+            _put(made, folder)
     except OSError as error:
         raise ConfigError(
             f"{folder} cannot be written: {error.strerror}; XDG_CACHE_HOME names another folder "
@@ -59,6 +58,15 @@ def gguf_model_dir(path: Path) -> Path:
         ) from error
     logger.info("read the metadata of %s in %.1f s", path, time.monotonic() - began_s)
     return folder
+
+
+def _put(made: Path, folder: Path) -> None:
+    """Moves a finished directory to its place, where another process may have been faster."""
+    try:
+        made.rename(folder)
+    except OSError:
+        if not (folder / TABLE).is_file():
+            raise
 
 
 def _files(file: Metadata) -> dict[str, bytes]:

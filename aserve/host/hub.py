@@ -42,7 +42,9 @@ def resolve_model_dir(name: str, *, has_weights: bool = True) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").exists():
-            raise ConfigError(f"{path} is not a model directory: it has no config.json")
+            files = sorted(file.name for file in path.glob("*.gguf"))
+            hint = f"; to serve {files[0]}, name that file" if files else ""
+            raise ConfigError(f"{path} is not a model directory: it has no config.json{hint}")
         return path
     if path.is_file() and path.name == "config.json":
         return path.parent

@@ -6,13 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from aserve.errors import ConfigError
+from aserve.gguf import model_dir
 from aserve.gguf.families import FAMILIES
+from aserve.gguf.metadata import Metadata, read_metadata
 from aserve.gguf.model_dir import gguf_model_dir
+from aserve.host.hub import resolve_model_dir
 from tests.gguf_files.files import Values, write_gguf
 from tests.load_model import load_model
 from tests.parity.dense_attend import logits_of
@@ -122,6 +127,39 @@ def test_an_unknown_architecture_is_refused_with_those_that_are_read(tmp_path: P
     file = write_gguf(directory, tmp_path / "model.gguf", "qwen2vl")
     with pytest.raises(ConfigError, match=r"'qwen2vl' are not read, only those of gemma2, gemma3"):
         gguf_model_dir(file)
+
+
+def test_a_process_that_was_faster_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = saved("qwen2", tmp_path / "model")
+    file = write_gguf(directory, tmp_path / "model.gguf", "qwen2")
+    found: list[Path] = []
+
+    def read_later(path: Path) -> Metadata:
+        monkeypatch.setattr(model_dir, "read_metadata", read_metadata)
+        found.append(gguf_model_dir(path))
+        return read_metadata(path)
+
+    monkeypatch.setattr(model_dir, "read_metadata", read_later)
+    assert [gguf_model_dir(file)] == found
+    assert [each.name for each in found[0].parent.iterdir()] == [found[0].name]
+    assert_alike(found[0], directory)
+
+
+def test_a_type_that_is_not_read_is_named_with_its_tensor(tmp_path: Path) -> None:
+    directory = saved("qwen2", tmp_path / "model")
+    file = write_gguf(directory, tmp_path / "model.gguf", "qwen2")
+    made = gguf_model_dir(file)
+    table = msgspec.json.decode((made / "gguf.json").read_bytes())
+    table["tensors"]["model.norm.weight"] |= {"kind": int(GGMLQuantizationType.I32)}
+    (made / "gguf.json").write_bytes(msgspec.json.encode(table))
+    with pytest.raises(ConfigError, match=r"model.norm.weight cannot be read: .* type I32"):
+        load_model(made, max_model_len=MAX_MODEL_LEN)
+
+
+def test_a_directory_of_a_file_says_how_to_serve_it(tmp_path: Path) -> None:
+    (tmp_path / "model-Q4_0.gguf").touch()
+    with pytest.raises(ConfigError, match=r"no config.json; to serve model-Q4_0.gguf, name that"):
+        resolve_model_dir(str(tmp_path))
 
 
 @pytest.mark.parametrize(

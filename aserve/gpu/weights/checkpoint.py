@@ -173,7 +173,8 @@ class Checkpoint:
         if name in self._scales:
             return self._fp8_scales(name).weight(self._read_stored(name, part), part)
         if (blocks := self._blocks(name)) is not None:
-            return blocks.coded(part)
+            with self._explained(name):
+                return blocks.coded(part)
         if name not in self._coded:
             return None
         weight, places = self._read_coded(name)

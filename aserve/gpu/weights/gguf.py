@@ -147,8 +147,15 @@ def _widened(stored: Bytes, kind: GGMLQuantizationType) -> Tensor:
     step = max(1, PIECE // (stored.shape[1] // num_bytes * num_weights))
     pieces = [stored[at : at + step] for at in range(0, len(stored), step)]
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        wide = [*threads.map(lambda piece: dequantize(piece, kind), pieces)]
+        wide = [*threads.map(lambda piece: _dequantized(piece, kind), pieces)]
     return torch.from_numpy(np.concatenate(wide))
+
+
+def _dequantized(stored: Bytes, kind: GGMLQuantizationType) -> npt.NDArray[np.float32]:
+    try:
+        return dequantize(stored, kind)
+    except NotImplementedError:
+        raise OSError(f"tensors of the type {kind.name} are not read") from None
 
 
 def _q4_0(blocks: Tensor) -> Coded:
