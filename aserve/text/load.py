@@ -5,8 +5,11 @@ It reads files, so it runs in a thread or before the loop is busy.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import os
+import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -210,7 +213,17 @@ def _convert_backend(model_dir: Path) -> Tokenizer:
         raise ConfigError(
             f"{model_dir}: the tokenizer is not a fast one; save it as tokenizer.json"
         )
+    if is_gguf:
+        _keep(backend, model_dir / "tokenizer.json")
     return backend
+
+
+def _keep(backend: Tokenizer, path: Path) -> None:
+    """Writes the tokenizer of a GGUF file to its directory in the cache, for later starts."""
+    with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=path.parent) as made:
+        made.write(backend.to_str().encode())
+        made.flush()
+        os.link(made.name, path)
 
 
 def _check_vocabulary(model_dir: Path) -> None:

@@ -69,6 +69,16 @@ def test_the_tokenizer_is_made_of_the_file(tiny_file: Path) -> None:
     assert ids[0] == own.encode("<|user|>", with_special=False)[0]
 
 
+def test_the_tokenizer_is_made_once(tiny_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = gguf_model_dir(tiny_file)
+    first = load_tokenizer(directory)
+    monkeypatch.setattr("aserve.text.load._convert_backend", None)
+    second = load_tokenizer(directory)
+    text = "<|user|> Once upon a time"
+    assert second.encode(text, with_special=True) == first.encode(text, with_special=True)
+    assert not [path.name for path in directory.iterdir() if path.name.startswith("tmp")]
+
+
 def test_the_chat_template_is_that_of_the_file(tiny_file: Path) -> None:
     found, own = load_template(gguf_model_dir(tiny_file)), load_template(MODEL_DIR)
     assert found is not None
