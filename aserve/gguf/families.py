@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+import msgspec
+
 from aserve.gguf.metadata import Metadata
 
 LAYER: Mapping[str, str] = {
@@ -54,12 +56,37 @@ SHORT_CONV: Mapping[str, str] = {
     "shortconv.conv": "conv.conv",
     "shortconv.out_proj": "conv.out_proj",
 }
+DELTA: Mapping[str, str] = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt": "linear_attn.dt_bias",
+}
 Settings = dict[str, object]
+
+
+class RowOrder(msgspec.Struct, frozen=True):
+    """Rows from number `first` on are [outer, left, right, inner] in the file, and
+    [outer, right, left, inner] in the model."""
+
+    outer: int
+    left: int
+    right: int
+    inner: int
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFamily:
-    """`names` are by those of GGUF: of modules in a layer, and of those `around` the layers."""
+    """`names` are by those of GGUF: of modules in a layer, and of those `around` the layers. Where
+    order_of has something for a module, the file has its rows in another order.
+    """
 
     architecture: str  # in config.json
     model_type: str
@@ -67,8 +94,7 @@ class GgufFamily:
     names: Mapping[str, str] = field(default_factory=lambda: LAYER)
     around: Mapping[str, str] = field(default_factory=lambda: AROUND)
     norm_offset: float = 0.0  # that the file's norms have beside the model's
-    # Rope rotates neighbouring elements of a head in the file, and those half a head apart here.
-    has_neighbours: bool = False
+    order_of: Callable[[Metadata, str], RowOrder | None] = lambda _file, _module: None
 
 
 def _nothing(_file: Metadata) -> Settings:
@@ -142,6 +168,44 @@ def _lfm2(file: Metadata) -> Settings:
     }
 
 
+def _qwen35(file: Metadata) -> Settings:
+    num_values = file.integer("ssm.time_step_rank")
+    return {
+        "full_attention_interval": file.integer("full_attention_interval"),
+        "num_hidden_layers": file.integer("block_count") - file.integer("nextn_predict_layers", 0),
+        "linear_conv_kernel_dim": file.integer("ssm.conv_kernel"),
+        "linear_key_head_dim": file.integer("ssm.state_size"),
+        "linear_num_key_heads": file.integer("ssm.group_count"),
+        "linear_num_value_heads": num_values,
+        "linear_value_head_dim": file.integer("ssm.inner_size") // num_values,
+    }
+
+
+def _neighbours(file: Metadata, module: str) -> RowOrder | None:
+    """Rope rotates neighbouring elements of a head in the file, and those half a head apart in the
+    model."""
+    num_heads = file.integer("attention.head_count")
+    if module == "attn_k":
+        num_heads = file.integer("attention.head_count_kv", num_heads)
+    elif module != "attn_q":
+        return None
+    rows = file.tensors[f"blk.0.{module}.weight"].shape[0]
+    return RowOrder(num_heads, rows // num_heads // 2, 2, 1)
+
+
+def _tiled(file: Metadata, module: str) -> RowOrder | None:
+    """The file has the first value head of each key head, then their second ones, and so on."""
+    num_keys, num_values = file.integer("ssm.group_count"), file.integer("ssm.time_step_rank")
+    first, head_dim = 0, file.integer("ssm.inner_size") // num_values
+    if module in ("attn_qkv", "ssm_conv1d"):
+        first = 2 * num_keys * file.integer("ssm.state_size")
+    elif module in ("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt"):
+        head_dim = 1
+    elif module not in ("attn_gate", "ssm_out"):
+        return None
+    return RowOrder(1, num_values // num_keys, num_keys, head_dim, first)
+
+
 FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
     {
         "gemma2": GgufFamily(
@@ -151,12 +215,12 @@ FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
             *("Gemma3ForCausalLM", "gemma3_text", _gemma3, {**LAYER, **NORMS_AROUND}),
             norm_offset=1.0,
         ),
-        "granite": GgufFamily("GraniteForCausalLM", "granite", _granite, has_neighbours=True),
+        "granite": GgufFamily("GraniteForCausalLM", "granite", _granite, order_of=_neighbours),
         "lfm2": GgufFamily(
             *("Lfm2ForCausalLM", "lfm2", _lfm2, {**LAYER, **SHORT_CONV}),
             {**AROUND, "token_embd_norm": "model.embedding_norm"},
         ),
-        "llama": GgufFamily("LlamaForCausalLM", "llama", _nothing, has_neighbours=True),
+        "llama": GgufFamily("LlamaForCausalLM", "llama", _nothing, order_of=_neighbours),
         "olmo2": GgufFamily("Olmo2ForCausalLM", "olmo2", _nothing, {**LAYER, **NORMS_AROUND}),
         "phi3": GgufFamily(
             *("Phi3ForCausalLM", "phi3", _phi3),
@@ -164,6 +228,11 @@ FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
         ),
         "qwen2": GgufFamily("Qwen2ForCausalLM", "qwen2", _nothing),
         "qwen3": GgufFamily("Qwen3ForCausalLM", "qwen3", _nothing),
+        "qwen35": GgufFamily(
+            *("Qwen3_5ForCausalLM", "qwen3_5_text", _qwen35, {**LAYER, **DELTA}),
+            norm_offset=1.0,
+            order_of=_tiled,
+        ),
         "qwen3moe": GgufFamily(
             "Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe, {**LAYER, **EXPERTS}
         ),

@@ -58,7 +58,7 @@ def config_of(file: Metadata, *, dtype: str, is_quantized: bool) -> Settings:
         "bos_token_id": file.get("tokenizer.ggml.bos_token_id"),
         "dtype": dtype,
     }
-    if "lfm2" not in family.model_type:
+    if family.model_type != "lfm2":
         config["num_key_value_heads"] = file.integer(
             "attention.head_count_kv", file.integer("attention.head_count")
         )

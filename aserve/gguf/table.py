@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from aserve.errors import ConfigError
-from aserve.gguf.families import GgufFamily
+from aserve.gguf.families import GgufFamily, RowOrder
 from aserve.gguf.metadata import Metadata
 
 TABLE = "gguf.json"
@@ -25,10 +25,10 @@ class GgufTensor(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     at: int
     size: int  # in bytes
-    # Of the heads whose rows the file has in another order, or 0: rows i and i + d/2 of a head of d
-    # rows are neighbours there, as rope rotates them.
-    heads: int = 0
+    order: RowOrder | None = None  # None: that of the model
+    has_columns: bool = False  # `order` is that of the columns, not of the rows
     offset: float = 0.0  # to be added to the values of the file
+    is_decay: bool = False  # -exp(x) in the file for x in the model
 
 
 class GgufTable(msgspec.Struct, frozen=True):
@@ -56,30 +56,37 @@ def make_table(file: Metadata, family: GgufFamily) -> GgufTable:
 
 
 def _tensors(file: Metadata, family: GgufFamily) -> Iterator[tuple[str, GgufTensor]]:
+    num_layers = file.integer("block_count") - file.integer("nextn_predict_layers", 0)
     for name, stored in file.tensors.items():
+        place, _, suffix = name.rpartition(".")
+        module, prefix = place, ""
+        if place.startswith("blk."):
+            number, _, module = name.removeprefix("blk.").partition(".")
+            module, prefix = module.removesuffix(f".{suffix}"), f"model.layers.{number}."
+            if int(number) >= num_layers:  # multi-token prediction
+                continue
         if name in ROPE:  # settings.py reads them
             continue
-        module, _, suffix = name.rpartition(".")
-        layer, number = "", ""
-        if module.startswith("blk."):
-            _, number, layer = module.split(".", 2)
-        own = family.names.get(layer) if layer else family.around.get(module)
+        own = (family.names if prefix else family.around).get(module)
         if own is None:
             raise ConfigError(
                 f"{file.paths[0]}: tensor {name} is unknown in the architecture "
                 f"{file.architecture!r}; a newer converter may have written the file"
             )
+        is_shifted = module.endswith("norm") and module != "ssm_norm"
         tensor = GgufTensor(
             stored.file,
             stored.kind,
             stored.shape,
             stored.at,
             stored.size,
-            heads=_num_paired_heads(file, family, layer),
-            offset=-family.norm_offset if module.endswith("norm") else 0.0,
+            order=family.order_of(file, module) if prefix else None,
+            has_columns=module == "ssm_out",
+            offset=-family.norm_offset if is_shifted else 0.0,
+            is_decay=module == "ssm_a",
         )
-        prefix = f"model.layers.{number}." if layer else ""
-        yield from _parts(f"{prefix}{own}.{suffix}", tensor)
+        has_suffix = module not in ("ssm_a", "ssm_dt")
+        yield from _parts(f"{prefix}{own}.{suffix}" if has_suffix else f"{prefix}{own}", tensor)
 
 
 def _parts(name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
@@ -91,14 +98,7 @@ def _parts(name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
             at = tensor.at + number * size
             own = msgspec.structs.replace(tensor, shape=tuple(rest), at=at, size=size)
             yield name.format(number), own
-    elif name.endswith("conv.conv.weight"):  # [channels, taps] in the file
+    elif name.endswith(("conv.conv.weight", "conv1d.weight")):  # [channels, taps] in the file
         yield name, msgspec.structs.replace(tensor, shape=(first, 1, *rest))
     else:
         yield name, tensor
-
-
-def _num_paired_heads(file: Metadata, family: GgufFamily, layer: str) -> int:
-    if not family.has_neighbours or layer not in ("attn_q", "attn_k"):
-        return 0
-    num_heads = file.integer("attention.head_count")
-    return num_heads if layer == "attn_q" else file.integer("attention.head_count_kv", num_heads)

@@ -157,7 +157,7 @@ REACH = {
     "aserve.gpu": Reach(
         aserve=(
             *(*FIRST, "aserve.cache.layout", "aserve.host", "aserve.progress", "aserve_kernels"),
-            "aserve.gguf.table",
+            *("aserve.gguf.families", "aserve.gguf.table"),
             "aserve.parallel.topology",
         ),
         packages=DEVICE,

@@ -20,7 +20,7 @@ Values = npt.NDArray[np.float32]
 Tensors = Iterator[tuple[str, Values]]
 SUFFIXES = (".weight", ".bias")
 NEIGHBOURS = ("llama", "granite")
-ADDS_ONE = ("gemma2", "gemma3")
+ADDS_ONE = ("gemma2", "gemma3", "qwen35")
 
 
 def write_gguf(
@@ -42,6 +42,7 @@ def write_gguf(
     for name, values in _tensors(directory, config, arch):
         values = (changed or {}).get(name, np.asarray)(values)
         is_matrix = values.ndim > 1 and "conv" not in name and "ffn_gate_inp" not in name
+        is_matrix &= not name.endswith(("ssm_alpha.weight", "ssm_beta.weight"))
         if is_matrix and kind != "F32":
             writer.add_tensor(name, gguf.quants.quantize(values, stored), raw_dtype=stored)
         else:
@@ -96,6 +97,18 @@ def _add_own(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
             writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
             writer.add_expert_used_count(config["num_experts_per_tok"])
             writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        case "qwen35":
+            num_values = config["linear_num_value_heads"]
+            distance = config["layer_types"].index("full_attention") + 1
+            writer.add_full_attention_interval(distance)
+            writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+            writer.add_ssm_state_size(config["linear_key_head_dim"])
+            writer.add_ssm_group_count(config["linear_num_key_heads"])
+            writer.add_ssm_time_step_rank(num_values)
+            writer.add_ssm_inner_size(num_values * config["linear_value_head_dim"])
+            head_dim = config["head_dim"]
+            part = config["rope_parameters"]["partial_rotary_factor"]
+            writer.add_rope_dimension_count(int(part * head_dim))
         case "lfm2":
             count = config["num_key_value_heads"]
             kinds = config["layer_types"]
@@ -135,7 +148,8 @@ def _tensors(directory: Path, config: dict[str, Any], arch: str) -> Tensors:
     names = get_tensor_name_map(number, config["num_hidden_layers"])
     for name, values in _joined(directory):
         values = _changed(name, values, config, arch)
-        found = names.get_name(name, try_suffixes=SUFFIXES)
+        dotted = name.replace(".dt_bias", ".dt_proj.bias")
+        found = names.get_name(dotted, try_suffixes=SUFFIXES)
         assert found is not None, name
         yield found, np.ascontiguousarray(values)
     rope = config.get("rope_parameters") or {}
@@ -170,13 +184,36 @@ def _numbers(name: str) -> list[int]:
 
 
 def _changed(name: str, values: Values, config: dict[str, Any], arch: str) -> Values:
-    if arch in ADDS_ONE and name.endswith("norm.weight"):
+    if arch in ADDS_ONE and name.endswith("norm.weight") and "linear_attn" not in name:
         return values + 1
+    if "linear_attn" in name:
+        return _changed_delta(name, values, config)
     if arch in NEIGHBOURS and ("q_proj" in name or "k_proj" in name):
         heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
         halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
         return halves.swapaxes(1, 2).reshape(values.shape)
     return values.squeeze(1) if name.endswith("conv.conv.weight") else values
+
+
+def _changed_delta(name: str, values: Values, config: dict[str, Any]) -> Values:
+    """Puts value heads that share a key head apart."""
+    num_keys, num_values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    first, axis, size = 0, 0, config["linear_value_head_dim"]
+    if name.endswith("A_log"):
+        values = -np.exp(values)
+    if name.endswith(("A_log", "dt_bias", "in_proj_a.weight", "in_proj_b.weight")):
+        size = 1
+    elif name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+        first = 2 * num_keys * config["linear_key_head_dim"]
+    elif name.endswith("out_proj.weight"):
+        axis = 1
+    elif name.endswith("norm.weight"):
+        return values
+    columns = values.squeeze(1) if values.ndim == 3 else values
+    head, tail = np.split(columns.swapaxes(0, axis), [first])
+    shape = (num_keys, num_values // num_keys, size, *tail.shape[1:])
+    tiled = tail.reshape(shape).swapaxes(0, 1).reshape(tail.shape)
+    return np.concatenate([head, tiled]).swapaxes(0, axis)
 
 
 def _llama3_divisors(rope: dict[str, Any], head_dim: int) -> Values:

@@ -43,6 +43,7 @@ KINDS: list[tuple[str, dict[str, Any], str]] = [
     ("phi3-longrope", {}, "phi3"),
     ("qwen2", {}, "qwen2"),
     ("qwen3-tied", {}, "qwen3"),
+    ("qwen3.5-interval", {"attention_bias": False}, "qwen35"),
     ("qwen3-moe", {"mlp_only_layers": []}, "qwen3moe"),
 ]
 

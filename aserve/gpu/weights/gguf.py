@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -21,6 +22,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from torch import Tensor
 
 from aserve.errors import ConfigError
+from aserve.gguf.families import RowOrder
 from aserve.gguf.table import GgufTensor, file_name, read_table
 from aserve.gpu.weights.int4 import BITS, MIDDLE, CodedWeight
 from aserve.gpu.weights.quantized import rounded
@@ -103,15 +105,19 @@ class GgufSlice:
         return BITS if self._kind in FOUR_BITS else 8
 
     def __getitem__(self, part: tuple[int | slice, ...]) -> Tensor:
-        rows, columns = part[:1], part[1:]
+        tensor, rows, columns = self._tensor, part[:1], part[1:]
         stored = self._stored(*rows)
         if self._kind in NUMBERS:
             values = torch.from_numpy(stored).view(NUMBERS[self._kind][1])
         else:
             values = _widened(stored, self._kind)
-        values = values.reshape(-1, *self._tensor.shape[1:])[(slice(None), *columns)]
-        values = values.to(self._device)
-        return values + self._tensor.offset if self._tensor.offset else values
+        values = values.reshape(-1, *tensor.shape[1:])
+        if tensor.has_columns and tensor.order is not None:
+            values = values[:, _places(tensor.order, tensor.shape[1])]
+        values = values[(slice(None), *columns)].to(self._device)
+        if tensor.is_decay:
+            return torch.log(-values)
+        return values + tensor.offset if tensor.offset else values
 
     def coded(self, part: Part) -> CodedWeight | None:
         """Returns these elements [out, in] of a tensor in blocks as codes, or None where they cut a
@@ -130,15 +136,33 @@ class GgufSlice:
             scales.view(num_rows, -1),
             (offsets + MIDDLE * scales).view(num_rows, -1),
         )
+        order = self._tensor.order if self._tensor.has_columns else None
+        if order is not None:
+            if order.inner % GROUP:
+                return None
+            groups = msgspec.structs.replace(order, inner=order.inner // GROUP)
+            by_group = _places(groups, whole.scales.shape[1])
+            whole = CodedWeight(
+                whole.codes[:, _places(order, whole.codes.shape[1])],
+                whole.scales[:, by_group],
+                whole.offsets[:, by_group],
+            )
         return whole.part((slice(0, num_rows), columns))
 
     def _stored(self, rows: int | slice = slice(None)) -> Bytes:
         """Returns the bytes of these rows of the model's tensor."""
-        heads, num_rows = self._tensor.heads, len(self._rows)
-        if not heads:
+        tensor = self._tensor
+        if tensor.order is None or tensor.has_columns:
             return np.array(self._rows[rows])
-        order = np.arange(num_rows).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
-        return self._rows[order[rows]]
+        return self._rows[_places(tensor.order, len(self._rows))[rows]]
+
+
+def _places(order: RowOrder, count: int) -> npt.NDArray[np.int64]:
+    """Returns where the file has each of `count` rows (or columns) of the model."""
+    places = np.arange(count)
+    sizes = (order.outer, order.left, order.right, order.inner)
+    places[order.first :] = places[order.first :].reshape(sizes).swapaxes(1, 2).ravel()
+    return places
 
 
 def _widened(stored: Bytes, kind: GGMLQuantizationType) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import msgspec
@@ -11,6 +12,7 @@ import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from aserve.gguf.families import RowOrder
 from aserve.gguf.table import TABLE, GgufTable, GgufTensor
 from aserve.gpu.device.cpu.isa import read_isa
 from aserve.gpu.device.cpu.kernel_linear import QuantLinear
@@ -27,7 +29,7 @@ FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")
 OTHERS = ("Q8_0", "Q5_0", "Q5_1", "Q6_K", "Q5_K", "Q3_K", "Q2_K", "IQ4_NL", "IQ4_XS")
 
 
-def stored(kind: str, *, heads: int = 0, offset: float = 0.0) -> tuple[GgufSlice, torch.Tensor]:
+def stored(kind: str, **changes: Any) -> tuple[GgufSlice, torch.Tensor]:
     """Returns a tensor of random blocks whose factors are numbers, and what it stands for in the
     file's order."""
     number = GGMLQuantizationType[kind]
@@ -39,7 +41,7 @@ def stored(kind: str, *, heads: int = 0, offset: float = 0.0) -> tuple[GgufSlice
     blocks = data.reshape(OUT, -1)
     wide = torch.from_numpy(gguf.dequantize(blocks, number)).reshape(OUT, IN)
     file = np.concatenate([np.zeros(7, np.uint8), blocks.ravel()])
-    tensor = GgufTensor(0, int(number), (OUT, IN), 7, blocks.size, heads=heads, offset=offset)
+    tensor = GgufTensor(0, int(number), (OUT, IN), 7, blocks.size, **changes)
     return GgufSlice(tensor, file, CPU), wide
 
 
@@ -99,7 +101,7 @@ def test_a_part_that_cuts_a_group_is_none_of_codes() -> None:
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
 def test_rows_of_heads_are_put_into_the_models_order(kind: str) -> None:
-    tensor, wide = stored(kind, heads=2)
+    tensor, wide = stored(kind, order=RowOrder(2, 3, 2, 1))
     order = [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
     assert torch.equal(tensor[()], wide[order])
     assert torch.equal(tensor[2:4, 0:IN], wide[order[2:4]])
@@ -107,6 +109,30 @@ def test_rows_of_heads_are_put_into_the_models_order(kind: str) -> None:
     assert coded is not None
     largest = wide.abs().max().item()
     torch.testing.assert_close(coded.widened(), wide[order[2:4]], atol=largest / 127, rtol=0.0)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q8_0"])
+def test_columns_of_heads_are_put_into_the_models_order(kind: str) -> None:
+    tensor, wide = stored(kind, order=RowOrder(1, 2, 4, 64), has_columns=True)
+    heads = wide.view(OUT, 2, 4, 64).swapaxes(1, 2).flatten(1)
+    assert torch.equal(tensor[()], heads)
+    assert torch.equal(tensor[2:4, 32:96], heads[2:4, 32:96])
+    coded = tensor.coded((slice(2, 4), slice(32, 480)))
+    assert coded is not None
+    largest = wide.abs().max().item()
+    torch.testing.assert_close(coded.widened(), heads[2:4, 32:480], atol=largest / 127, rtol=0.0)
+
+
+def test_columns_whose_order_cuts_a_group_have_no_codes() -> None:
+    tensor, _ = stored("Q4_0", order=RowOrder(1, 4, 8, 16), has_columns=True)
+    assert tensor.coded(EVERY) is None
+
+
+def test_decays_are_logarithms() -> None:
+    values = -torch.tensor([0.5, 2.0]).exp()
+    tensor = GgufTensor(0, 0, (2,), 0, 8, is_decay=True)
+    read = GgufSlice(tensor, values.numpy().view(np.uint8), CPU)[()]
+    torch.testing.assert_close(read, torch.tensor([0.5, 2.0]))
 
 
 def test_weights_of_4_and_8_bits_are_joined_in_8() -> None:
