@@ -201,7 +201,6 @@ def build_on(
             **tree_flags(options.speculative),
             "--enable-two-batch-overlap": options.two_batches,
             "--enable-dp-attention": options.data_parallel,
-            "--pipeline-parallel-size": options.pipeline != UNDIVIDED,
             "--deterministic": options.deterministic,
         },
     )

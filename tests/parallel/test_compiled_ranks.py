@@ -20,6 +20,7 @@ from aserve.gpu.device.cpu.kernel_linear import prepare_tiled
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.models.base import CausalModel, HiddenCapture, LoadPlan
 from aserve.gpu.models.load import make_loader
+from aserve.gpu.models.recurrent import StateShape, recurrent_layers_of
 from aserve.gpu.parallel import shared
 from aserve.gpu.parallel.pipe import Pipe
 from aserve.gpu.parallel.shared import SharedCollectives
@@ -34,7 +35,9 @@ from aserve.parallel.topology import Coordinates, Patience, RankLost
 from aserve.tiny import MODEL_DIR
 from aserve_kernels.cpu import rank_sum
 from aserve_kernels.cpu.team import Team, new_meeting
+from aserve_kernels.delta_rule import DeltaStates
 from tests.gpu.device_tables import CPU, device_batch, make_pools
+from tests.parity.references import make_reference
 
 T = TypeVar("T")
 
@@ -54,13 +57,18 @@ def connected(store: Path, patience: Patience) -> list[SharedCollectives]:
     return on_ranks(lambda rank: SharedCollectives(places[rank], patience))
 
 
-def model_of(stage: Stage = ONE_STAGE, ranks: SharedCollectives | None = None) -> CausalModel:
+def model_of(
+    stage: Stage = ONE_STAGE,
+    ranks: SharedCollectives | None = None,
+    *,
+    folder: Path = MODEL_DIR,
+) -> CausalModel:
     torch.set_num_threads(1)
     ops = CpuDevice().ops(torch.float32, is_deterministic=False)
     target = Target(prepare=prepare_tiled, elementwise=ops.elementwise, stage=stage)
     if ranks is not None:
         target = for_rank(target, ranks, beside={})
-    return make_loader(MODEL_DIR)[0].load(LoadPlan(torch.float32, 64, False, target))
+    return make_loader(folder)[0].load(LoadPlan(torch.float32, 64, False, target))
 
 
 def compiled(model: CausalModel) -> tuple[CompiledForward, KvPools]:
@@ -72,10 +80,18 @@ def compiled(model: CausalModel) -> tuple[CompiledForward, KvPools]:
     for table in pools.page_tables:
         table[1:] = 1 + torch.arange(num_pages - 1).view(MAX_ROWS, COLUMNS)
     relay = FutureMap((), max_rows=MAX_ROWS, device=CPU)
-    state = DeviceState(pools, RowTables(max_rows=MAX_ROWS, device=CPU), relay)
+    states = {layer.index: states_of(layer.shape) for layer in recurrent_layers_of(model)}
+    tables = RowTables(max_rows=MAX_ROWS, device=CPU)
+    state = DeviceState(pools, tables, relay, recurrent=states)
     made = make_compiled_forward(model, state)
     assert made is not None
     return made, pools
+
+
+def states_of(shape: StateShape) -> DeltaStates:
+    rows = MAX_ROWS + 1
+    inputs = torch.zeros(rows, shape.num_taps, shape.num_channels)
+    return DeltaStates(torch.zeros(rows, 1, *shape.matrix_sizes), inputs)
 
 
 def outputs_of(model: CausalModel) -> list[Tensor]:
@@ -96,15 +112,21 @@ def run_all(
         return [forward.run(batch) for batch in batches]
 
 
+@pytest.mark.parametrize(
+    "kind", ["", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3.5", "lfm2"))]
+)
 def test_all_ranks_have_the_same_bits_which_are_near_those_of_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    folder = make_reference(kind, tmp_path / kind).directory if kind else MODEL_DIR
     monkeypatch.setattr(shared, "BUFFER_BYTES", SMALL_BUFFER)
     ranks = connected(tmp_path / "store", Patience(5.0))
-    models = [model_of(ranks=each) for each in ranks]  # which the records of forwards point to
+    models = [
+        model_of(ranks=each, folder=folder) for each in ranks
+    ]  # which the records of forwards point to
     forwards = [compiled(model) for model in models]
     found = on_ranks(lambda rank: run_all(*forwards[rank]))
-    for one, *parts in zip(outputs_of(model_of()), *found, strict=True):
+    for one, *parts in zip(outputs_of(model_of(folder=folder)), *found, strict=True):
         assert torch.equal(*parts)
         assert torch.allclose(parts[0], one, rtol=1e-4, atol=1e-4)
 

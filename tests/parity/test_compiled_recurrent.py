@@ -147,14 +147,14 @@ def with_adapters(mixer: GatedAttention | GatedDeltaNet) -> LinearOp:
     return LoraLinear(mixer.out, Mock(), Mock())
 
 
-def with_sums(mixer: GatedAttention | GatedDeltaNet) -> LinearOp:
-    return SummedLinear(mixer.out, None, Mock(spec=SharedCollectives))
+def with_divided_adapters(mixer: GatedAttention | GatedDeltaNet) -> LinearOp:
+    return SummedLinear(with_adapters(mixer), None, Mock(spec=SharedCollectives))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1])
-@pytest.mark.parametrize("wrap", [with_adapters, with_sums])
-def test_adapters_and_sums_over_ranks_are_left_to_the_model(
+@pytest.mark.parametrize("wrap", [with_adapters, with_divided_adapters])
+def test_adapters_are_left_to_the_model(
     wrap: Callable[[Any], LinearOp], index: int, reference_of: ReferenceOf
 ) -> None:
     """Layer 0 is recurrent, and layer 1 has attention."""

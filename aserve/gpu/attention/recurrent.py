@@ -23,7 +23,7 @@ from aserve.gpu.attention.select import Attention
 from aserve.gpu.device.ops import DeviceOps
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
 from aserve.gpu.models.base import Attend, CausalModel
-from aserve.gpu.models.recurrent import RecurrentSpec, recurrent_layers_of
+from aserve.gpu.models.recurrent import RecurrentSpec, is_recurrent, recurrent_layers_of
 from aserve.gpu.parallel.collectives import Collectives
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.gpu.step.resolve import DeviceState
@@ -177,13 +177,15 @@ def with_checkpoints(
     """Returns the spec of an engine whose rows keep states, if the model has recurrent layers. A
     row with a prediction drafts as others do: it would need a state for each of its drafts. The
     prefix cache needs checkpoints: as many as fit into `checkpoint_bytes`, and no more than there
-    are KV pages.
+    are KV pages. A stage of a pipeline without such layers has room for any number.
     """
-    if not recurrent_layers_of(model):
+    if not is_recurrent(model):
         return spec
     decode = msgspec.structs.replace(spec.decode, is_recurrent=True, max_predicted=0)
-    most = checkpoint_bytes // _checkpoint_bytes(model, decode)
-    num_checkpoints = ranks.least(min(most, spec.groups[0].num_pages - 1))
+    most = spec.groups[0].num_pages - 1 if spec.prefix_cache else 0
+    if one := _checkpoint_bytes(model, decode):
+        most = min(most, checkpoint_bytes // one)
+    num_checkpoints = ranks.least(most)
     return msgspec.structs.replace(
         spec,
         prefix_cache=num_checkpoints > 0,

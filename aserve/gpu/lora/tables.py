@@ -160,8 +160,9 @@ class LoraTables:
 
     def _part(self, name: str, size: tuple[int, int], module: LoraModule) -> LoraModule:
         """Returns what a weight of `size` takes of the change of the whole weight."""
-        rows, columns = self._shard.part(f"{name}.weight", size)
-        return LoraModule(module.a[:, columns], module.b[rows])
+        pieces = self._shard.pieces(f"{name}.weight", size)
+        columns = pieces[0][1]  # no sections are divided along this axis
+        return LoraModule(module.a[:, columns], torch.cat([module.b[rows] for rows, _ in pieces]))
 
     def write(self, slot: int, adapter: LoraAdapter) -> None:
         """Replaces the adapter of a slot. Call it on the executor's stream."""

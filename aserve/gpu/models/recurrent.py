@@ -52,6 +52,20 @@ def recurrent_layers_of(model: CausalModel) -> tuple[RecurrentSpec, ...]:
 
 
 @runtime_checkable
+class RecurrentStage(Protocol):
+    """A pipeline's stage of such a model. It may have none of these layers itself."""
+
+    every_recurrent_layer: tuple[RecurrentSpec, ...]
+
+
+def is_recurrent(model: CausalModel) -> bool:
+    """Says whether rows of the model keep states, in this stage of a pipeline or in another."""
+    if isinstance(model, RecurrentStage):
+        return bool(model.every_recurrent_layer)
+    return bool(recurrent_layers_of(model))
+
+
+@runtime_checkable
 class RecurrentAttend(Protocol):
     """An `Attend` for models with recurrent layers."""
 

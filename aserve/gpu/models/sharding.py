@@ -14,16 +14,24 @@ from collections.abc import Mapping
 from aserve.errors import ConfigError
 from aserve.gpu.models.config.fields import replaced
 from aserve.gpu.models.config.model import ModelConfig
+from aserve.gpu.models.gated_delta import DeltaShape
+from aserve.gpu.models.short_conv import CHANNELS
 from aserve.gpu.weights.inventory import Inventory
 from aserve.gpu.weights.source import Shard
 
 HEAD = "lm_head"
 # By the last component of a layer's name. Mixtral's experts have w1, w2 and w3.
 COLUMN_PARALLEL = frozenset(
-    {"q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "w1", "w3"}
+    {
+        *("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"),
+        *("w1", "w3"),
+        *("in_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+        *("in_proj_qkvz", "in_proj_ba", "conv", "conv1d"),
+    }
 )
 KV_HEADS = frozenset({"k_proj", "v_proj"})
-ROW_PARALLEL = frozenset({"o_proj", "down_proj", "w2"})
+ROW_PARALLEL = frozenset({"o_proj", "out_proj", "down_proj", "w2"})
+BY_HEAD = ("self_attn.sinks", "linear_attn.A_log", "linear_attn.dt_bias")  # one number per head
 ON_EVERY_RANK = ("visual.",)  # the encoder of pictures, which runs once for each of them
 # Fields of the configuration beside `ModelConfig`'s own that are sizes of inner layers.
 EXPERT_SIZE = "moe_intermediate_size"
@@ -32,6 +40,9 @@ INNER_SIZES = (
     "moe_shared_expert_intermediate_size",
     "shared_expert_intermediate_size",
 )
+# Fields of recurrent layers, whose names only the configurations of their families have.
+DELTA_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
+CONV_TAPS = "conv_L_cache"
 
 
 def can_divide(size: int, num_ranks: int) -> bool:
@@ -51,14 +62,16 @@ def rank_config(config: ModelConfig, shard: Shard) -> ModelConfig:
         mlp_size = mlp_size if EXPERT_SIZE in inner else {}
         inner = {}
     heads = {} if shard.has_own_rows else {"num_attention_heads": config.num_heads}
-    sizes = {**heads, **inner, **mlp_size}
+    recurrent = {} if shard.has_own_rows else _recurrent_sizes(config)
+    sizes = {**heads, **inner, **mlp_size, **recurrent}
     for name, size in sizes.items():
         if not can_divide(size, num_ranks):
             _refuse(config, f"{name} is {size}", num_ranks)
+    own = {name: size // num_ranks for name, size in {**inner, **recurrent}.items()}
     divided = dataclasses.replace(
         config,
         intermediate_size=config.intermediate_size // (num_ranks if mlp_size else 1),
-        fields=replaced(config.fields, {name: n // num_ranks for name, n in inner.items()}),
+        fields=replaced(config.fields, own),
     )
     if shard.has_own_rows:
         return divided
@@ -72,18 +85,44 @@ def rank_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     )
 
 
+def _recurrent_sizes(config: ModelConfig) -> dict[str, int]:
+    """The heads of queries, keys and values of a Gated DeltaNet, and the channels of a short
+    convolution."""
+    fields = config.fields
+    sizes = {name: fields.integer(name) for name in DELTA_HEADS if fields.has(name)}
+    return sizes | ({CHANNELS: config.hidden_size} if fields.has(CONV_TAPS) else {})
+
+
 def shard_of(config: ModelConfig, shard: Shard) -> Shard:
     """Returns `shard` with the axes of a model of the whole configuration `config`."""
     if shard.num_ranks == 1:
         return shard
-    axes = {"self_attn.sinks": 0}
+    axes = dict.fromkeys(BY_HEAD, 0)
     axes |= {f"{name}.{kind}": 0 for name in COLUMN_PARALLEL for kind in ("weight", "bias")}
     axes |= {f"{name}.weight": 1 for name in ROW_PARALLEL}
     if can_divide(config.vocab_size, shard.num_ranks):
         axes[f"{HEAD}.weight"] = 0
     num_parts = min(shard.num_ranks, config.num_kv_heads)
     kv_parts = {f"{name}.{kind}": num_parts for name in KV_HEADS for kind in ("weight", "bias")}
-    return dataclasses.replace(shard, axes=axes, num_parts=kv_parts, whole=ON_EVERY_RANK)
+    sections = _sections(config)
+    return dataclasses.replace(
+        shard, axes=axes, num_parts=kv_parts, sections=sections, whole=ON_EVERY_RANK
+    )
+
+
+def _sections(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The sections of the tensors of recurrent layers: q, k and v of a Gated DeltaNet, and [b ; c ;
+    u] of a short convolution. Qwen3-Next's joined projections have none, because each key head's
+    rows of all kinds stand together there."""
+    sections: dict[str, tuple[int, ...]] = {}
+    if all(map(config.fields.has, DELTA_HEADS)):
+        shape = DeltaShape.of(config.fields)
+        qkv = (shape.key_size, shape.key_size, shape.value_size)
+        sections |= {"in_proj_qkv.weight": qkv, "conv1d.weight": qkv}
+    if config.fields.has(CONV_TAPS):
+        channels = (config.hidden_size,) * 3
+        sections |= {"in_proj.weight": channels, "in_proj.bias": channels}
+    return sections
 
 
 def check_sharding(whole: Inventory, rank: Inventory, *, num_ranks: int) -> None:

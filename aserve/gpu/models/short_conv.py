@@ -16,6 +16,8 @@ from aserve.gpu.models.decoder_spec import DecoderSpec
 from aserve.gpu.models.recurrent import RecurrentSpec, with_states
 from aserve.gpu.weights.source import WeightSource
 
+CHANNELS = "num_conv_channels"  # a field of the configuration where they are divided among ranks
+
 
 class ConvShape(msgspec.Struct, frozen=True):
     num_channels: int
@@ -32,16 +34,19 @@ class ShortConv:
     __slots__ = ("bias", "conv", "into", "layer", "out", "spec")
 
     def __init__(self, index: int, spec: DecoderSpec, weights: WeightSource, /) -> None:
-        fields, size = spec.config.fields, spec.config.hidden_size
+        fields, hidden_size = spec.config.fields, spec.config.hidden_size
         prefix, bias = f"model.layers.{index}.conv", fields.flag("conv_bias")
+        size = fields.integer(CHANNELS, default=hidden_size)
         shape = ConvShape(size, fields.integer("conv_L_cache", minimum=2))
         self.layer = None
         self.spec = RecurrentSpec(index, shape)
-        self.into = weights.linear({f"{prefix}.in_proj": 3 * size}, in_features=size, bias=bias)
+        self.into = weights.linear(
+            {f"{prefix}.in_proj": 3 * size}, in_features=hidden_size, bias=bias
+        )
         conv = weights.tensor(f"{prefix}.conv.weight", (size, 1, shape.num_taps))
         self.conv = conv.squeeze(1)
         self.bias = weights.tensor(f"{prefix}.conv.bias", (size,)) if bias else None
-        self.out = weights.linear({f"{prefix}.out_proj": size}, in_features=size, bias=bias)
+        self.out = weights.linear({f"{prefix}.out_proj": hidden_size}, in_features=size, bias=bias)
 
     def __call__(self, x: Tensor, cos_sin: Tensor, attend: Attend) -> Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""

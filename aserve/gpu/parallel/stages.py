@@ -62,6 +62,10 @@ class StagedDecoder:
     def __init__(self, decoder: Decoder, own: StageLayers, pipe: Pipe) -> None:
         self.layers = tuple(layer for layer in decoder.layers if own.has(layer.index))
         self.every_layer = decoder.layers
+        self.every_recurrent_layer = decoder.recurrent_layers
+        self.recurrent_layers = tuple(
+            layer for layer in decoder.recurrent_layers if own.has(layer.index)
+        )
         self.vocab_size = decoder.vocab_size
         self.hidden_size = decoder.hidden_size
         self.max_model_len = decoder.max_model_len
@@ -323,13 +327,22 @@ class Pipeline:
         return StagedMode(mode, model, ranks)
 
     def agreed(self, spec: EngineSpec) -> EngineSpec:
-        """Returns the spec with the fewest pages and the shortest context of all stages."""
+        """Returns the spec with the fewest pages and checkpoints, and the shortest context, of all
+        stages."""
         groups = tuple(
             msgspec.structs.replace(group, num_pages=self.world.least(group.num_pages))
             for group in spec.groups
         )
         length = self.world.least(spec.max_model_len)
-        return msgspec.structs.replace(spec, groups=groups, max_model_len=length)
+        num_checkpoints = self.world.least(spec.num_checkpoints)
+        needs_checkpoints = spec.decode.is_recurrent
+        return msgspec.structs.replace(
+            spec,
+            groups=groups,
+            max_model_len=length,
+            num_checkpoints=num_checkpoints,
+            prefix_cache=spec.prefix_cache and (num_checkpoints > 0 or not needs_checkpoints),
+        )
 
 
 UNDIVIDED = Pipeline()

@@ -92,4 +92,5 @@ class DummyWeights:
         drawn = torch.empty(whole, device=self.device)
         drawn.normal_(1.0 if is_scale else 0.0, STD, generator=generator)
         self._progress.advance(math.prod(shape))
-        return drawn[shard.part(name, shape)].to(self.dtype)
+        pieces = [drawn[piece].to(self.dtype) for piece in shard.pieces(name, shape)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -109,17 +109,24 @@ class WeightReader:
         """Returns the tensors' rows, joined. They are copied, because the files may change
         later.
         """
-        return torch.cat([self._read(name, shape) for name, shape in shapes.items()])
+        return torch.cat(
+            [
+                self._checkpoint.read_part(name, piece)
+                for name, shape in shapes.items()
+                for piece in self._pieces(name, shape)
+            ]
+        )
 
     def _read_quantized(self, shapes: Shapes) -> QuantizedWeight | None:
         """Returns the weights of a layer as they are stored, joined; None for a layer that is not
         quantized, or that cannot be one weight."""
         parts: list[QuantizedWeight] = []
         for name, shape in shapes.items():
-            part = self._checkpoint.read_quantized(name, self._part(name, shape))
-            if part is None:
-                return None
-            parts.append(part)
+            for piece in self._pieces(name, shape):
+                part = self._checkpoint.read_quantized(name, piece)
+                if part is None:
+                    return None
+                parts.append(part)
         return joined(parts)
 
     def _fp8_experts(
@@ -135,16 +142,13 @@ class WeightReader:
             return None
         return stacked(map(self._read_quantized, shapes), count, self.device)
 
-    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self._checkpoint.read_part(name, self._part(name, shape))
-
-    def _part(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    def _pieces(self, name: str, shape: tuple[int, ...]) -> list[tuple[slice, ...]]:
         if self._checkpoint.tensors[name].shape == shape:
-            return whole(shape)
-        return self._target.shard.part(name, shape)
+            return [whole(shape)]
+        return self._target.shard.pieces(name, shape)
 
     def _check_copy(self, name: str, weight: Tensor) -> None:
-        stored = self._read(name, tuple(weight.shape))
+        stored = self._read_rows({name: tuple(weight.shape)})
         if not torch.equal(stored.to(self.device, self.dtype), weight):
             raise ConfigError(
                 f"{self._checkpoint.directory}: the config ties the embeddings, but {name} "

@@ -120,7 +120,7 @@ class LoadProgress:
         self._on_progress(self._num_done * self._dtype.itemsize, self._total_bytes)
 
 
-OF_OWN_ROWS = re.compile(r"\.self_attn\.|^lm_head\b")
+OF_OWN_ROWS = re.compile(r"\.(self_attn|linear_attn|conv)\.|^lm_head\b")
 EXPERTS = re.compile(r"\.(shared_)?experts?\.")  # in names below a layer's own
 
 
@@ -158,16 +158,19 @@ class Shard:
     `axes` maps the last two components of a tensor's name ("q_proj.weight") to the axis along which
     it is divided into `num_ranks` equal parts. A tensor without an entry is held whole by every
     rank. Where `num_parts` has an entry for a tensor, it is divided into as many parts, of which
-    neighbouring ranks share one (KV heads fewer than ranks). With `experts`, a device has some of
-    the experts, and these and the shared ones are whole. Tensors whose names begin with one of
-    `whole` are not divided, whatever `axes` says, and with `has_own_rows` neither are attention and
-    the head, because the device computes them for rows of its own.
+    neighbouring ranks share one (KV heads fewer than ranks). A tensor with an entry in `sections`
+    consists of sections of these sizes along its first axis, such as queries, keys and values, and
+    each of them is divided. With `experts`, a device has some of the experts, and these and the
+    shared ones are whole. Tensors whose names begin with one of `whole` are not divided, whatever
+    `axes` says, and with `has_own_rows` neither are attention, recurrent layers and the head,
+    because the device computes them for rows of its own.
     """
 
     rank: int = 0
     num_ranks: int = 1
     axes: Mapping[str, int] = field(default_factory=dict)
     num_parts: Mapping[str, int] = field(default_factory=dict)
+    sections: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
     experts: ExpertPart | None = None
     has_own_rows: bool = False
@@ -192,13 +195,21 @@ class Shard:
         axis, count = self._axis(name), self._count(name)
         return tuple(n * count if i == axis else n for i, n in enumerate(shape))
 
-    def part(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """Returns the index of this rank's part in the checkpoint's tensor; `shape` is that of the
-        part.
+    def pieces(self, name: str, shape: tuple[int, ...]) -> list[tuple[slice, ...]]:
+        """Returns the indices of this rank's part in the checkpoint's tensor, one per section: what
+        they have, joined along the first axis, is the part. `shape` is that of the part.
         """
-        axis, number = self._axis(name), self.rank * self._count(name) // self.num_ranks
-        numbers = (number if i == axis else 0 for i in range(len(shape)))
-        return tuple(slice(i * n, (i + 1) * n) for i, n in zip(numbers, shape, strict=True))
+        whole, axis = tuple(slice(0, size) for size in shape), self._axis(name)
+        if axis is None:
+            return [whole]
+        count = self._count(name)
+        number, begin, pieces = self.rank * count // self.num_ranks, 0, []
+        for size in self.sections.get(_last_two(name), (shape[axis] * count,)):
+            first = begin + number * size // count
+            own = slice(first, first + size // count)
+            pieces.append((*whole[:axis], own, *whole[axis + 1 :]))
+            begin += size
+        return pieces
 
     def _axis(self, name: str) -> int | None:
         if self.is_whole_expert(name) or self.is_whole(name):

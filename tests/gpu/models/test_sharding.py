@@ -15,6 +15,7 @@ from aserve.gpu.parallel.source import for_rank
 from aserve.gpu.weights.source import HOST, Shard
 from aserve.tiny import MODEL_DIR
 from tests.load_model import load_model
+from tests.parity.references import make_reference
 
 CONFIG = json.loads((MODEL_DIR / "config.json").read_bytes())
 
@@ -70,8 +71,21 @@ def test_ranks_share_the_parts_of_a_tensor_that_has_fewer_than_ranks() -> None:
     for rank in range(4):
         shard = Shard(rank, 4, {"k_proj.weight": 0}, {"k_proj.weight": 2})
         assert shard.whole_shape("a.k_proj.weight", (3, 2)) == (6, 2)
-        part = whole[shard.part("a.k_proj.weight", (3, 2))]
-        assert torch.equal(part, whole[rank // 2 * 3 :][:3])
+        [piece] = shard.pieces("a.k_proj.weight", (3, 2))
+        assert torch.equal(whole[piece], whole[rank // 2 * 3 :][:3])
+
+
+def test_heads_of_a_gated_deltanet_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
+    """Its heads of keys are not replicated, and each serves the same number of heads of values."""
+    make_reference("qwen3.5", tmp_path)
+    with pytest.raises(ConfigError, match=r"linear_num_key_heads is 2, .* among 4 ranks"):
+        load_model(tmp_path, target=for_rank(HOST, Rank(1, 4), beside={}))
+
+
+def test_channels_of_a_convolution_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
+    changes = {"architectures": ["Lfm2ForCausalLM"], "hidden_size": 129, "conv_L_cache": 3}
+    with pytest.raises(ConfigError, match=r"num_conv_channels is 129, .* among 2 ranks"):
+        load_rank(tmp_path, changes)
 
 
 def test_biases_and_an_odd_vocabulary_are_on_every_rank(tmp_path: Path) -> None:

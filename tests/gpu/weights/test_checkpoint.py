@@ -124,7 +124,7 @@ def weights() -> dict[str, Tensor]:
     }
     shapes |= {"a.gate_proj.weight": (6, 8), "a.up_proj.weight": (4, 8)}
     shapes |= {"a.gate_proj.bias": (6,), "a.up_proj.bias": (4,)}
-    shapes |= {"a.out_proj.weight": (8, 10), "a.norm.weight": (8,)}
+    shapes |= {"a.out_proj.weight": (8, 10), "a.norm.weight": (8,), "a.joined.weight": (10, 8)}
     generator = torch.Generator().manual_seed(5)
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
@@ -200,6 +200,15 @@ def test_ranks_hold_slices_of_whole_tensors(kind: str, sources: Sources) -> None
         assert torch.equal(bias, whole.tensor("a.up_proj.bias", (4,))[2 * rank : 2 * rank + 2])
         norm = source.tensor("a.norm.weight", (8,))
         assert torch.equal(norm, whole.tensor("a.norm.weight", (8,)))
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "dummy"])
+def test_ranks_hold_slices_of_each_section(kind: str, sources: Sources) -> None:
+    """The sections of the tensor have 4, 4 and 2 rows."""
+    shard = Shard(1, 2, {"joined.weight": 0}, sections={"joined.weight": (4, 4, 2)})
+    whole = linear(sources.make(kind), "a.joined", 10, 8)
+    own = linear(sources.make(kind, shard), "a.joined", 5, 8)
+    assert torch.equal(own, whole[[2, 3, 6, 7, 9]])
 
 
 def test_an_inventory_expects_whole_tensors_and_counts_the_ranks_part(tmp_path: Path) -> None:

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from aserve.errors import ConfigError
+from aserve.gpu.layers.linear import Linear
 from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.weights.checkpoint import Checkpoint
 from aserve.gpu.weights.fp8 import Fp8, Fp8Weight
 from aserve.gpu.weights.inventory import Inventory
-from aserve.gpu.weights.quantized import joined
-from aserve.gpu.weights.source import LinearBits, Target
+from aserve.gpu.weights.quantized import QuantizedLinear, joined
+from aserve.gpu.weights.reader import WeightReader
+from aserve.gpu.weights.source import LinearBits, LoadProgress, Shard, Target
 from tests.gpu.weights.checkpoints import llama_weights, write_checkpoint
 from tests.gpu.weights.published import FORMATS, SIZES
 from tests.gpu.weights.published import quantized as published
@@ -96,6 +98,28 @@ def test_a_rank_keeps_whole_blocks_and_widens_cut_ones(tmp_path: Path) -> None:
             assert torch.equal(found.widened(), meant[name][part])
         for part in ((slice(4, 10), slice(0, 3)), (slice(0, 5), slice(0, 4))):
             assert checkpoint.read_quantized(name, part) is None
+
+
+@pytest.mark.parametrize(("sections", "is_kept"), [((10, 10, 10), True), ((12, 8, 10), False)])
+def test_a_rank_keeps_the_blocks_of_its_part_of_each_section(
+    sections: tuple[int, ...], is_kept: bool, tmp_path: Path
+) -> None:
+    stored, meant = quantized({"a.in_proj_qkv.weight": torch.randn(30, 6)})
+    made: list[Linear] = []
+
+    def prepare(linear: Linear, device: torch.device, *, dtype: torch.dtype) -> Linear:
+        made.append(linear)
+        return linear
+
+    with Checkpoint(write_checkpoint(tmp_path, stored), quantization=Fp8(BLOCK)) as checkpoint:
+        name, progress = "in_proj_qkv.weight", LoadProgress(0, dtype=torch.float32)
+        shard = Shard(1, 2, {name: 0}, sections={name: sections})
+        target = Target(prepare=prepare, shard=shard)
+        source = WeightReader(checkpoint, target, dtype=torch.float32, progress=progress)
+        source.linear({"a.in_proj_qkv": 15}, in_features=6, bias=False)
+    parts = meant[f"a.{name}"].split(sections)
+    assert torch.equal(made[0].weight, torch.cat([part[len(part) // 2 :] for part in parts]))
+    assert isinstance(made[0], QuantizedLinear) is is_kept
 
 
 def test_joined_weights_share_the_largest_input_scale() -> None:

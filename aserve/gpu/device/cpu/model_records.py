@@ -152,8 +152,8 @@ def _is_block_covered(block: Block) -> bool:
         return _are_packed(products) and mixer.joint_norm is None and mixer.sinks is None
     if isinstance(mixer, GatedDeltaNet):
         products = (*products, mixer.project.narrow)
-    # Neither adapters nor sums over ranks are known beside recurrent layers.
-    is_plain = not any(isinstance(product, LoraLinear | SummedLinear) for product in products)
+    # Adapters are not known beside recurrent layers.
+    is_plain = not any(isinstance(_own_part(product), LoraLinear) for product in products)
     return is_plain and _are_packed(products)
 
 

@@ -61,14 +61,16 @@ RENAMED = {
 
 
 def lfm2(config: ModelConfig) -> DecoderSpec:
-    fields, size = config.fields, config.intermediate_size
+    fields = config.fields
+    stated = size = fields.integer("intermediate_size")
     if fields.has("block_ff_dim"):
         size = fields.integer("block_ff_dim")
     if fields.flag("block_auto_adjust_ff_dim"):
         size = int(fields.number("block_ffn_dim_multiplier") * int(2 * size / 3))
         multiple = fields.integer("block_multiple_of")
         size = -(-size // multiple) * multiple
-    return _hybrid(dataclasses.replace(config, intermediate_size=size))
+    num_ranks = stated // config.intermediate_size  # among which the whole MLP is divided
+    return _hybrid(dataclasses.replace(config, intermediate_size=size // num_ranks))
 
 
 def lfm2_moe(config: ModelConfig) -> DecoderSpec:
