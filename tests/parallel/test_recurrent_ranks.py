@@ -5,6 +5,7 @@ rank. Each rank has the states of its own heads and channels, and each stage tho
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,21 @@ async def test_ranks_take_adapters_and_new_weights_of_recurrent_layers(
     assert plain != with_weights
 
 
+@pytest.mark.parametrize("kind", ["qwen3.5", "lfm2"])
+async def test_new_weights_reach_steps_in_one_call(
+    kind: str, folder_of: FolderOf, tmp_path: Path
+) -> None:
+    folder, options = folder_of(kind), {"dtype": "float32", "debug_checks": "false"}
+    update, other = changed(folder, tmp_path), tmp_path / "other"
+    shutil.copytree(folder, other)
+    file = other / "model.safetensors"
+    save_file({**load_file(file), **load_file(update)}, file)
+    [expected] = await outputs_after(loaded(other, **SETTINGS, **options), [])
+    jobs: list[EngineJob] = [LoadWeights(1, "", (str(update),))]
+    before, after = await outputs_after(loaded(folder, **SETTINGS, **options), jobs)
+    assert after == expected != before
+
+
 def changed(folder: Path, into: Path) -> Path:
     """Writes the tensors of recurrent layers, each element with a scale of its own."""
     torch.manual_seed(2)
@@ -248,14 +264,14 @@ def changed(folder: Path, into: Path) -> Path:
 
 
 async def outputs_after(executor: LocalExecutor, jobs: list[EngineJob]) -> list[object]:
-    """The answers at first, with the adapter of the first job, and after the second one."""
+    """The answers at first, and after each job: with its adapter, or with its weights."""
     executor.start(asyncio.get_running_loop())
     try:
         await executor.warm_up()
         found: list[object] = [await outputs_of(executor, 1, slot=0)]
         for number, job in enumerate(jobs, 2):
             assert await executor.run_job(job) is None
-            found.append(await outputs_of(executor, number, slot=int(number == 2)))
+            found.append(await outputs_of(executor, number, slot=int(isinstance(job, LoadLora))))
     finally:
         executor.close()
     return found

@@ -131,12 +131,13 @@ class GatedDeltaNet:
         self.shape = shape
         self.spec = RecurrentSpec(index, shape)
         self.project = project(prefix, shape, weights, hidden_size=hidden_size)
-        conv = weights.tensor(f"{prefix}.conv1d.weight", (shape.num_channels, 1, kernel))
-        self.conv = conv.squeeze(1)
+        sizes = (shape.num_channels, 1, kernel)
+        # NOTE: compiled steps read these weights where they are, so that new ones reach them.
+        self.conv = weights.tensor(f"{prefix}.conv1d.weight", sizes, is_wide=True).squeeze(1)
         self.decay = -weights.tensor(f"{prefix}.A_log", (num_heads,), is_wide=True).exp()
         self.dt_bias = weights.tensor(f"{prefix}.dt_bias", (num_heads,), is_wide=True)
-        sizes = (shape.linear_value_head_dim,)
-        self.norm = weights.tensor(f"{prefix}.norm.weight", sizes, is_wide=True)
+        head_dim = shape.linear_value_head_dim
+        self.norm = weights.tensor(f"{prefix}.norm.weight", (head_dim,), is_wide=True)
         self.eps = spec.config.rms_norm_eps
         self.out = weights.linear(
             {f"{prefix}.out_proj": hidden_size}, in_features=shape.value_size, bias=False

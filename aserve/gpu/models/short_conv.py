@@ -43,15 +43,19 @@ class ShortConv:
         self.into = weights.linear(
             {f"{prefix}.in_proj": 3 * size}, in_features=hidden_size, bias=bias
         )
-        conv = weights.tensor(f"{prefix}.conv.weight", (size, 1, shape.num_taps))
-        self.conv = conv.squeeze(1)
-        self.bias = weights.tensor(f"{prefix}.conv.bias", (size,)) if bias else None
+        sizes = (size, 1, shape.num_taps)
+        conv = weights.tensor(f"{prefix}.conv.weight", sizes, is_wide=True)
+        # NOTE: compiled steps read these weights where they are, so that new ones reach them.
+        self.conv = conv.squeeze(1).T.contiguous()  # [taps, channels]
+        self.bias = None
+        if bias:
+            self.bias = weights.tensor(f"{prefix}.conv.bias", (size,), is_wide=True)
         self.out = weights.linear({f"{prefix}.out_proj": hidden_size}, in_features=size, bias=bias)
 
     def __call__(self, x: Tensor, cos_sin: Tensor, attend: Attend) -> Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""
         b, c, u = self.into(x).chunk(3, dim=-1)
-        mixed = with_states(attend, self.spec).convolve(self.spec, b * u, self.conv)
+        mixed = with_states(attend, self.spec).convolve(self.spec, b * u, self.conv.T)
         if self.bias is not None:
             mixed = mixed + self.bias
         return self.out(c * mixed.to(x.dtype))

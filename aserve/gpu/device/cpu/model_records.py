@@ -333,7 +333,7 @@ class ModelRecords:
             "attended": attended,
             "table_rows": len(states.inputs),
             "num_inputs": states.inputs.shape[1],
-            "conv": self._keep(mixer.conv.T),
+            "conv": self._keep(mixer.conv),
             "bias": 0 if mixer.bias is None else self._keep(mixer.bias),
             "inputs": states.inputs.data_ptr(),
         }
