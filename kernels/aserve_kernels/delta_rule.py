@@ -1,4 +1,5 @@
-"""Gated DeltaNet's recurrence for rows of a batch: short convolutions, then the gated delta rule.
+"""The recurrences of Gated DeltaNet and Mamba-2 for rows of a batch: short convolutions, then the
+gated delta rule or a selective state space.
 
 Channels hold what is to become queries, keys and values, one after the other. conv is causal and
 has weights of its own for each channel:
@@ -19,13 +20,22 @@ matrices do the rest:
     y = exp(c) q S + lower(q k^T exp(c_i - c_j)) u
     S = exp(c_last) S + (exp(c_last - c) k)^T u
 
+The selective state space of Mamba-2 (`StateSpace`) is this recurrence without the correction. Its
+channels are values, keys and queries in this order, which the paper calls x, B and C. With the step
+dt as the rate and the skip D of a head:
+
+    [x ; B ; C]_t = silu(bias + sum_j w_j channels_{t - width + 1 + j})
+    S = exp(g) S + B (dt x)        y = C^T S + D x
+
+Without the correction there is no system to solve: u = dt x.
+
 A row keeps the matrices, and the inputs of conv for its last tokens; a row without KV begins with
 zeros. It keeps the matrices after each of its last S tokens, by position, so a forward may begin
 before any of these: tokens that are rejected cost nothing. The matrix before position p has the
 place p mod S, and the input of position p has the place p mod M.
 
 Source: https://arxiv.org/abs/2412.06464 (Gated DeltaNet), and for the form in chunks
-https://arxiv.org/abs/2406.06484
+https://arxiv.org/abs/2406.06484; https://arxiv.org/abs/2405.21060 (Mamba-2)
 """
 
 from __future__ import annotations
@@ -53,6 +63,14 @@ class DeltaStates:
 
 
 @dataclass(frozen=True, slots=True)
+class StateSpace:
+    """The weights that the recurrence of a selective state space has beside those of conv."""
+
+    bias: Tensor  # [channels], of conv, at least float32
+    skip: Tensor  # [value heads], at least float32
+
+
+@dataclass(frozen=True, slots=True)
 class DeltaTokens:
     """The tokens of one forward, before conv."""
 
@@ -60,6 +78,7 @@ class DeltaTokens:
     conv: Tensor  # [channels, width]
     log_decay: Tensor  # [tokens, value heads], at least float32
     rate: Tensor  # [tokens, value heads]
+    space: StateSpace | None = None  # None: the delta rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,22 +101,45 @@ class AdvanceRows(Protocol):
 def advance_rows_ref(tokens: DeltaTokens, rows: DeltaRows, states: DeltaStates) -> Tensor:
     """Advances the states of the rows by their tokens -> y [tokens, value heads, d_v], of the
     states' dtype. The host reads `query_lens_cpu` alone, so that the operators can be captured."""
-    _, _, num_heads, key_dim, value_dim = states.matrices.shape
+    space = tokens.space
     mixed = convolve_rows(tokens.channels, tokens.conv, rows, states.inputs)
+    if space is not None:
+        mixed += space.bias
     channels = functional.silu(mixed).to(states.matrices.dtype)
-    qk, v = channels.split((channels.shape[1] - num_heads * value_dim, num_heads * value_dim), -1)
-    q, k = (_normalised(x.unflatten(-1, (-1, key_dim))) for x in qk.chunk(2, dim=-1))
-    per_key = num_heads // q.shape[1]
-    q = (q * key_dim**-0.5).repeat_interleave(per_key, dim=1)
-    k = k.repeat_interleave(per_key, dim=1)
-    v = v.unflatten(-1, (num_heads, value_dim))
+    split = _delta_parts if space is None else _space_parts
+    q, k, v = split(channels, states.matrices)
     parts = (q, k, v, tokens.log_decay, tokens.rate.to(v.dtype))
     out = torch.empty_like(v)
     for run in runs_of(rows.query_lens_cpu):
         own, begins = rows.rows[run.rows], rows.kv_lens[run.rows]
-        given = DeltaInputs(*(part[run.tokens].unflatten(0, (len(own), -1)) for part in parts))
+        each = [part[run.tokens].unflatten(0, (len(own), -1)) for part in parts]
+        given = DeltaInputs(space is None, *each)
         out[run.tokens] = _advance_run(given, own, begins, states.matrices).flatten(0, 1)
-    return out
+    return out if space is None else out.addcmul_(v, space.skip[:, None].to(v.dtype))
+
+
+def _delta_parts(channels: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns q, k [tokens, heads, d_k] and v [tokens, heads, d_v] of the delta rule."""
+    num_heads, key_dim, value_dim = matrices.shape[2:]
+    value_size = num_heads * value_dim
+    qk, v = channels.split((channels.shape[1] - value_size, value_size), -1)
+    q, k = (_normalised(x.unflatten(-1, (-1, key_dim))) for x in qk.chunk(2, dim=-1))
+    q = _of_each_head(q * key_dim**-0.5, num_heads)
+    return q, _of_each_head(k, num_heads), v.unflatten(-1, (num_heads, value_dim))
+
+
+def _space_parts(channels: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Does the same for a state space."""
+    num_heads, key_dim, value_dim = matrices.shape[2:]
+    value_size = num_heads * value_dim
+    v, kq = channels.split((value_size, channels.shape[1] - value_size), -1)
+    k, q = (_of_each_head(x.unflatten(-1, (-1, key_dim)), num_heads) for x in kq.chunk(2, dim=-1))
+    return q, k, v.unflatten(-1, (num_heads, value_dim))
+
+
+def _of_each_head(x: Tensor, num_heads: int) -> Tensor:
+    """x [tokens, heads of keys, d_k] -> [tokens, heads, d_k]: neighbouring heads share one."""
+    return x.repeat_interleave(num_heads // x.shape[1], dim=1)
 
 
 def _advance_run(inputs: DeltaInputs, rows: Tensor, begins: Tensor, matrices: Tensor) -> Tensor:
@@ -175,9 +217,10 @@ def runs_of(query_lens: npt.NDArray[np.int32]) -> tuple[Run, ...]:
 
 @dataclass(frozen=True, slots=True)
 class DeltaInputs:
-    """The inputs of rows with equally many tokens, at least float32. Queries and keys have the
-    length 1, and queries are scaled."""
+    """The inputs of rows with equally many tokens, at least float32. Those of the delta rule are
+    normalised and scaled. `corrects`: what a key already maps to is subtracted from its value."""
 
+    corrects: bool
     q: Tensor  # [rows, tokens, heads, d_k]
     k: Tensor  # [rows, tokens, heads, d_k]
     v: Tensor  # [rows, tokens, heads, d_v]
@@ -187,7 +230,7 @@ class DeltaInputs:
     def tokens(self, first: int, stop: int) -> DeltaInputs:
         """Returns the inputs of some of the tokens."""
         parts = (self.q, self.k, self.v, self.log_decay, self.rate)
-        return DeltaInputs(*(part[:, first:stop] for part in parts))
+        return DeltaInputs(self.corrects, *(part[:, first:stop] for part in parts))
 
 
 def delta_rule(inputs: DeltaInputs, states: Tensor) -> Tensor:
@@ -202,8 +245,8 @@ def delta_rule_step(inputs: DeltaInputs, states: Tensor) -> Tensor:
     """Does what `delta_rule` does, for one token of each row."""
     q, k, v = (x.squeeze(1).unsqueeze(-2) for x in (inputs.q, inputs.k, inputs.v))
     states.mul_(inputs.log_decay.squeeze(1).exp()[..., None, None])
-    change = (v - k @ states) * inputs.rate.squeeze(1)[..., None, None]
-    states.add_(k.mT * change)
+    wanted = v - k @ states if inputs.corrects else v
+    states.add_(k.mT * (wanted * inputs.rate.squeeze(1)[..., None, None]))
     return (q @ states).squeeze(-2).unsqueeze(1)
 
 
@@ -222,9 +265,11 @@ def _chunk(inputs: DeltaInputs, states: Tensor) -> Tensor:
     # exp(c_i - c_j) of later tokens j would overflow, so these are left out before.
     later = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=v.device).triu(1)
     pairs = (sums[..., None] - sums[..., None, :]).masked_fill(later, -torch.inf).exp()
-    system = (rate * (k @ k.mT) * pairs).tril(-1)
-    wanted = rate * (v - decay * (k @ states))
-    change: Tensor = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    change: Tensor = rate * v
+    if inputs.corrects:
+        system = (rate * (k @ k.mT) * pairs).tril(-1)
+        wanted = rate * (v - decay * (k @ states))
+        change = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     out = decay * (q @ states) + ((q @ k.mT) * pairs) @ change
     left = (sums[..., -1:] - sums).exp()[..., None]
     states.mul_(decay[..., -1:, :]).add_((left * k).mT @ change)

@@ -32,7 +32,7 @@ from aserve.gpu.step.resolve import DeviceState, DeviceStep
 from aserve.gpu.transfer.staging import HostArrays
 from aserve_kernels import bitmask, early_launch
 from aserve_kernels.copy_rows import copy_rows
-from aserve_kernels.delta_rule import DeltaRows, DeltaStates, DeltaTokens
+from aserve_kernels.delta_rule import DeltaRows, DeltaStates, DeltaTokens, StateSpace
 from aserve_kernels.delta_step import advance_rows
 from aserve_kernels.few_rows_linear import few_rows_linear
 from aserve_kernels.fp8_linear import GROUP, fp8_linear, quantize_rows
@@ -262,16 +262,19 @@ def call_index_scores() -> None:
         index_scores(joined[:, :-1], zeros(2, 64), zeros(64, 128), paged)
 
 
-def call_advance_rows() -> None:
-    """The sizes of Qwen3.5, with few rows and many, without and with drafts."""
-    sizes = (16, 128, 128)
-    num_channels = 3 * 16 * 128
+def call_advance_rows(sizes: tuple[int, int, int], num_keys: int, *, is_space: bool) -> None:
+    """Few rows and many, without and with drafts."""
+    num_heads, key_dim, value_dim = sizes
+    num_channels = 2 * num_keys * key_dim + num_heads * value_dim
+    f32 = torch.float32
+    space = StateSpace(zeros(num_channels, dtype=f32), zeros(num_heads, dtype=f32))
     for num_rows, num_places in ((1, 1), (16, 1), (16, 4)):
         tokens = DeltaTokens(
             zeros(num_rows, 2 * num_channels)[:, :num_channels],
             zeros(num_channels, 4),
-            zeros(num_rows, 16, dtype=torch.float32),
-            zeros(num_rows, 16),
+            zeros(num_rows, num_heads, dtype=f32),
+            zeros(num_rows, num_heads),
+            space if is_space else None,
         )
         lens = torch.ones(num_rows, dtype=torch.int64)
         matrices = zeros(17, num_places, *sizes, dtype=torch.float32)
@@ -386,7 +389,8 @@ OTHERS: tuple[Callable[[], object], ...] = (
     call_penalise,
     lambda: bitmask.apply_bitmask(torch.zeros((2, 9000)), zeros(2, 282, dtype=torch.int32)),
     call_kv_indptr,
-    call_advance_rows,
+    partial(call_advance_rows, (16, 128, 128), 16, is_space=False),  # Qwen3.5
+    partial(call_advance_rows, (48, 128, 64), 1, is_space=True),  # Granite 4
     lambda: copy_rows(
         zeros(9, 600), zeros(4, dtype=torch.int64), zeros(9, 600), zeros(4, dtype=torch.int64)
     ),

@@ -1,4 +1,5 @@
-"""Rows, tokens and states of Gated DeltaNet's recurrence, for tests of its kernels."""
+"""Rows, tokens and states of Gated DeltaNet's and Mamba-2's recurrences, for tests of their
+kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from aserve_kernels.delta_rule import DeltaRows, DeltaStates, DeltaTokens
+from aserve_kernels.delta_rule import DeltaRows, DeltaStates, DeltaTokens, StateSpace
 
 MAX_ROWS = 8
 
@@ -30,6 +31,7 @@ def draw_case(
     width: int = 4,
     value_dim: int = 64,
     num_places: int = 1,
+    is_space: bool = False,
 ) -> DeltaCase:
     """Every other row goes on, and the others begin, with NaN of a former owner."""
     torch.manual_seed(len(lens))
@@ -41,6 +43,7 @@ def draw_case(
         torch.randn(num_channels, width).to(dtype),
         -3 * torch.rand(num_tokens, num_heads, dtype=wide),
         torch.rand(num_tokens, num_heads).to(dtype),
+        _space(num_channels, num_heads, wide) if is_space else None,
     )
     states = DeltaStates(
         torch.randn(MAX_ROWS + 1, num_places, num_heads, key_dim, value_dim, dtype=wide),
@@ -51,6 +54,10 @@ def draw_case(
     for table in (states.matrices, states.inputs):
         table[rows.rows[kv_lens == 0]] = torch.nan
     return DeltaCase(tokens, rows, states)
+
+
+def _space(num_channels: int, num_heads: int, dtype: torch.dtype) -> StateSpace:
+    return StateSpace(torch.randn(num_channels, dtype=dtype), torch.randn(num_heads, dtype=dtype))
 
 
 def rows_of(rows: Tensor, kv_lens: Tensor, query_lens: Tensor) -> DeltaRows:

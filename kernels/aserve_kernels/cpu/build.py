@@ -46,6 +46,7 @@ from aserve_kernels.cpu.quant_linear import compile_quant_linear
 from aserve_kernels.cpu.rms_norm import compile_rms_norm
 from aserve_kernels.cpu.rope_and_store_kv import compile_rope_and_store_kv
 from aserve_kernels.cpu.shared_table import compile_shared_table
+from aserve_kernels.cpu.state_space import compile_advance_spaces
 from aserve_kernels.cpu.suffix_match import compile_suffix_match
 
 Tasks: TypeAlias = "deque[list[KernelVariant]]"
@@ -65,6 +66,7 @@ COMPILERS: Mapping[str, Callable[[torch.dtype, int], None]] = {
     "chunk_attention_bfloat16": partial(compile_chunk_attention, kv_dtype=torch.bfloat16),
     "latent_attention": compile_latent_attention,
     "delta_rule": compile_advance_rows,
+    "state_space": compile_advance_spaces,
     "delta_layer": lambda dtype, _: compile_delta_layer(dtype),
     "conv_layer": lambda dtype, _: compile_conv_layer(dtype),
     "index_scores": compile_index_scores,

@@ -132,7 +132,7 @@ def advance_head(
             if begin == 0:
                 block[:] = np.float32(0)
             else:
-                _load_block(matrices[begin % num_places, own], first, block)
+                load_block(matrices[begin % num_places, own], first, block)
             for token in range(num_tokens):
                 decay = power_of_two(np.float32(LOG2_E) * log_decay[token, own])
                 _apply_rule(
@@ -141,18 +141,18 @@ def advance_head(
                 )  # fmt: skip
                 if token >= num_tokens - num_places:
                     place = (begin + token + 1) % num_places
-                    _store_block(block, matrices[place, own], first)
+                    store_block(block, matrices[place, own], first)
 
 
 @njit(inline="always")
-def _load_block(matrix: Float32s, first: int, block: Float32s) -> None:
+def load_block(matrix: Float32s, first: int, block: Float32s) -> None:
     for i in range(matrix.shape[0]):
         for j in range(BLOCK):
             block[i * BLOCK + j] = matrix[i, first + j]
 
 
 @njit(inline="always")
-def _store_block(block: Float32s, matrix: Float32s, first: int) -> None:
+def store_block(block: Float32s, matrix: Float32s, first: int) -> None:
     for i in range(matrix.shape[0]):
         for j in range(BLOCK):
             matrix[i, first + j] = block[i * BLOCK + j]
@@ -165,10 +165,20 @@ def _convolve(
     """target [tokens, n] = silu(conv) of the n channels from `first` on. Their last inputs are kept
     in `inputs` [places, channels]."""
     num_tokens, size = target.shape
-    width, num_places = conv.shape[1] - 1, inputs.shape[0]
     for token in range(num_tokens):
         for c in range(size):
             target[token, c] = np.float32(0)
+    add_conv(channels, conv, inputs, begin, first, target)
+
+
+@njit(inline="always")
+def add_conv(
+    channels: Floats, conv: Float32s, inputs: Floats, begin: int, first: int, target: Float32s
+) -> None:
+    """target = silu(target + conv), and the rest as there."""
+    num_tokens, size = target.shape
+    width, num_places = conv.shape[1] - 1, inputs.shape[0]
+    for token in range(num_tokens):
         for tap in range(width + 1):
             source = token + tap - width
             if begin + source < 0:

@@ -26,6 +26,7 @@ from aserve_kernels.cpu.lora import add_lora, compile_lora
 from aserve_kernels.cpu.rms_norm import compile_rms_norm, rms_norm
 from aserve_kernels.cpu.rope_and_store_kv import compile_rope_and_store_kv, rope_and_store_kv
 from aserve_kernels.cpu.shared_table import compile_shared_table, continue_shared, remember
+from aserve_kernels.cpu.state_space import advance_spaces, compile_advance_spaces
 from aserve_kernels.cpu.suffix_match import (
     compile_suffix_match,
     continue_history,
@@ -157,10 +158,13 @@ def compiled_advance_rows(dtype: torch.dtype) -> AdvanceRows:
     """dtype: float32 or bfloat16."""
     num_workers = torch.get_num_threads()
     compile_advance_rows(dtype, num_workers)
+    compile_advance_spaces(dtype, num_workers)
 
     def advance(tokens: DeltaTokens, rows: DeltaRows, states: DeltaStates, /) -> Tensor:
         if not fits_blocks(states):
             return advance_rows_ref(tokens, rows, states)
+        if tokens.space is not None:
+            return advance_spaces(tokens, tokens.space, rows, states, num_workers)
         return advance_rows(tokens, rows, states, num_workers=num_workers)
 
     return advance
