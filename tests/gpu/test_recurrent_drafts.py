@@ -118,6 +118,31 @@ def test_rejected_drafts_leave_no_trace_in_the_states(
     assert (served.num_retracted > 0) is (way == "retraction")
 
 
+@pytest.fixture(scope="module")
+def mamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("mamba")
+    make_reference("granite-hybrid-dense", directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def expected_of_mamba(mamba: Path) -> dict[tuple[str, int], list[int]]:
+    plain = build_executor(BuildOptions(mamba, depth=1, lead=1, **SETTINGS | {"max_rows": 1}))
+    return serve(plain, asks()).outputs
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("way", WAYS)
+def test_rejected_drafts_leave_no_trace_in_the_states_of_mamba(
+    mamba: Path, expected_of_mamba: dict[tuple[str, int], list[int]], way: str, dtype: str
+) -> None:
+    """In float32 by the CPU's kernel."""
+    drafter = Stumbling(NUM_DRAFTS, every=3)
+    served = serve(drafting(mamba, drafter, **{"dtype": dtype, **WAYS[way]}), asks(), chaos=2)
+    assert served.outputs == expected_of_mamba
+    assert (served.num_retracted > 0) is (way == "retraction")
+
+
 def test_drafts_are_accepted(folder: Path, expected: dict[tuple[str, int], list[int]]) -> None:
     served = serve(drafting(folder, Stumbling(NUM_DRAFTS, every=100)), asks(), chaos=2)
     assert served.outputs == expected

@@ -29,6 +29,7 @@ from aserve.messages.base import array_i32
 from aserve.messages.requests import AdmitRequest, ReasoningIds
 from aserve.tiny import MODEL_DIR
 from aserve_kernels.cpu.decoder_forward import decoder_step
+from aserve_kernels.cpu.state_space import advance_spaces
 from aserve_kernels.delta_rule import DeltaRows, DeltaStates, DeltaTokens
 from aserve_kernels.delta_step import advance_rows
 from tests.fakes.graph_device import GraphDevice
@@ -51,7 +52,11 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["qwen3.5", "lfm2"])
+IN_ONE_CALL = ["qwen3.5", "lfm2"]
+MAMBA = "granite-hybrid-dense"
+
+
+@pytest.fixture(scope="module", params=[*IN_ONE_CALL, MAMBA])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The states of LFM2 have no matrices."""
     directory = tmp_path_factory.mktemp("recurrent")
@@ -181,15 +186,24 @@ def test_what_the_last_owner_of_a_row_left_behind_reaches_nobody(
     assert serve(executor, asks(), chaos=3).outputs == expected
 
 
+@pytest.mark.parametrize(
+    ("folder", "is_one_call"),
+    [*((kind, True) for kind in IN_ONE_CALL), (MAMBA, False)],
+    indirect=["folder"],
+)
 @pytest.mark.parametrize("way", WAYS)
-def test_steps_in_one_call_give_the_same_tokens(
+def test_compiled_steps_give_the_same_tokens(
     folder: Path,
     expected: dict[tuple[str, int], list[int]],
     way: str,
+    is_one_call: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A compiled call cannot run Mamba-2: its layers run operator by operator, in kernels."""
     step = Mock(side_effect=decoder_step)
+    spaces = Mock(side_effect=advance_spaces)
     monkeypatch.setattr(fused_decoder, "decoder_step", step)
+    monkeypatch.setattr("aserve.gpu.device.cpu.ops.advance_spaces", spaces)
     options = {"dtype": "float32", "debug_checks": False, **WAYS[way]}
     executor = executor_of(folder, **options)
     for states in executor._runner.state.recurrent.values():
@@ -197,7 +211,8 @@ def test_steps_in_one_call_give_the_same_tokens(
         states.inputs.fill_(torch.nan)
     served = serve(executor, asks(), chaos=3)
     assert served.outputs == expected
-    assert step.call_count == len(served.batches)
+    assert step.call_count == (len(served.batches) if is_one_call else 0)
+    assert spaces.call_count == (0 if is_one_call else len(served.batches))
 
 
 def test_captured_steps_advance_the_states_as_eager_ones_do(
@@ -211,7 +226,7 @@ def test_captured_steps_advance_the_states_as_eager_ones_do(
     assert device.num_replays > 10
 
 
-@pytest.mark.parametrize("folder", ["qwen3.5"], indirect=True)
+@pytest.mark.parametrize("folder", ["qwen3.5", MAMBA], indirect=True)
 def test_kernels_of_other_devices_give_the_same_tokens(
     folder: Path, expected: dict[tuple[str, int], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,31 +237,29 @@ def test_kernels_of_other_devices_give_the_same_tokens(
         calls.append(len(rows.rows))
         return advance_rows(tokens, rows, states)
 
-    def ops(self: CpuDevice, dtype: torch.dtype, *, is_deterministic: bool) -> DeviceOps:
+    def interpreted(self: CpuDevice, dtype: torch.dtype, *, is_deterministic: bool) -> DeviceOps:
         made = make_ops(self, dtype, is_deterministic=is_deterministic)
         return dataclasses.replace(made, make_advance_rows=lambda: counted)
 
-    monkeypatch.setattr(CpuDevice, "ops", ops)
+    monkeypatch.setattr(CpuDevice, "ops", interpreted)
     executor = executor_of(folder, dtype="float32", attention="torch-ref", **OVERLAP)
     served = serve(executor, asks(), chaos=3)
     assert served.outputs == expected
     assert len(calls) > NUM_TOKENS
 
 
-@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3-next", "lfm2-moe"])
+@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3-next", "lfm2-moe", "granite-hybrid"])
 def test_new_weights_replace_those_of_recurrent_layers(kind: str, tmp_path: Path) -> None:
     reference = make_reference(kind, tmp_path)
     file = tmp_path / "model.safetensors"
     old = load_model(tmp_path)
     before = logits_of(old, reference.prompt)
-    weights = {name: 0.9 * weight for name, weight in load_file(file).items()}
-    save_file(
-        {
-            **load_file(file),
-            **{n: w for n, w in weights.items() if "linear_attn" in n or ".conv." in n},
-        },
-        file,
-    )
+    parts = (".linear_attn.", ".conv.", ".mamba.")
+    weights = {
+        name: 0.9 * weight if any(part in name for part in parts) else weight
+        for name, weight in load_file(file).items()
+    }
+    save_file(weights, file)
     new = load_model(tmp_path)
     for copy in list(copies(old, new)):
         copy()

@@ -48,7 +48,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["qwen3.5", "lfm2"])
+@pytest.fixture(scope="module", params=["qwen3.5", "lfm2", "granite-hybrid-dense"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoints")
     make_reference(request.param, directory)

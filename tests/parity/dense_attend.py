@@ -16,9 +16,10 @@ from aserve.gpu.models.base import CausalModel
 from aserve.gpu.models.gated_delta import DeltaShape
 from aserve.gpu.models.indexer import IndexInputs
 from aserve.gpu.models.latent_attention import LatentInputs, attend_absorbed
+from aserve.gpu.models.mamba2 import SpaceShape
 from aserve.gpu.models.ngram_embedding import id_window_of
 from aserve.gpu.models.recurrent import RecurrentSpec
-from aserve_kernels.delta_rule import DeltaTokens
+from aserve_kernels.delta_rule import DeltaTokens, StateSpace
 
 
 class DenseAttend:
@@ -50,6 +51,8 @@ class DenseAttend:
 
     def advance(self, layer: RecurrentSpec, inputs: DeltaTokens) -> Tensor:
         """By the formulas of the whole history, token after token."""
+        if inputs.space is not None:
+            return self._advance_space(layer, inputs, inputs.space)
         shape, name = layer.shape, layer.index
         assert isinstance(shape, DeltaShape)
         num_new = len(inputs.channels)
@@ -73,6 +76,28 @@ class DenseAttend:
             state = self.states[name] = state + torch.einsum("hk,hv->hkv", k[t], change)
             outputs.append(torch.einsum("hk,hkv->hv", q[t], state))
         return torch.stack(outputs) * shape.linear_key_head_dim**-0.5
+
+    def _advance_space(
+        self, layer: RecurrentSpec, inputs: DeltaTokens, space: StateSpace
+    ) -> Tensor:
+        shape, name = layer.shape, layer.index
+        assert isinstance(shape, SpaceShape)
+        mixed = silu(self.convolve(layer, inputs.channels, inputs.conv) + space.bias)
+        size = shape.num_groups * shape.state_dim
+        x, b, c = mixed.split((shape.inner_size, size, size), dim=-1)
+        x = x.unflatten(-1, (shape.num_heads, shape.head_dim))
+        repeats = shape.num_heads // shape.num_groups
+        b, c = (
+            part.unflatten(-1, (shape.num_groups, -1)).repeat_interleave(repeats, dim=1)
+            for part in (b, c)
+        )
+        outputs = []
+        for t in range(len(x)):
+            state = self.states.get(name, torch.zeros(*b.shape[1:], shape.head_dim))
+            new = torch.einsum("h,hk,hv->hkv", inputs.rate[t], b[t], x[t])
+            state = self.states[name] = state * inputs.log_decay[t].exp()[:, None, None] + new
+            outputs.append(torch.einsum("hk,hkv->hv", c[t], state))
+        return torch.stack(outputs) + space.skip[:, None] * x
 
     def convolve(self, layer: RecurrentSpec, x: Tensor, conv: Tensor) -> Tensor:
         name, width = layer.index, conv.shape[1]

@@ -154,6 +154,17 @@ CONVS: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 
+MAMBA: dict[str, Any] = {
+    "layer_types": ["mamba", "attention", "mamba"],
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+}
+GRANITE_HYBRID = {**GRANITE, **MAMBA, "shared_intermediate_size": 40}
+# Heads of which the CPU's kernels take blocks of columns, and one group of them.
+WIDE_HEADS = {"mamba_n_heads": 3, "mamba_d_head": 32, "mamba_n_groups": 1}
+
 # What differs from BASE: (architecture, its fields).
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -204,6 +215,26 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("GptOss", GPT_OSS),
     "granite": ("Granite", GRANITE),
     "granite-biased": ("Granite", {**GRANITE, "attention_bias": True, "mlp_bias": True}),
+    "granite-hybrid": ("GraniteMoeHybrid", {**GRANITE_HYBRID, **EXPERTS, "num_local_experts": 4}),
+    "granite-hybrid-dense": (
+        "GraniteMoeHybrid",
+        {
+            **GRANITE_HYBRID,
+            **WIDE_HEADS,
+            "layer_types": ["attention", "mamba", "attention"],
+            "num_local_experts": 0,
+            "mamba_proj_bias": True,
+        },
+    ),
+    "granite-hybrid-rope": (
+        "GraniteMoeHybrid",
+        {
+            **GRANITE_HYBRID,
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "mamba_conv_bias": False,
+        },
+    ),
     "longcat-flash": ("LongcatFlash", LONGCAT),
     "mixtral": ("Mixtral", {"sliding_window": 24, "num_local_experts": 4}),
     "olmo2": ("Olmo2", {}),

@@ -24,6 +24,11 @@ class DefaultRope(msgspec.Struct, frozen=True):
     theta: float
 
 
+class NoRope(msgspec.Struct, frozen=True):
+    """No positions: all frequencies are 0, so that cosines are 1 and sines 0, and the kernels that
+    rotate heads change nothing."""
+
+
 class LinearRope(msgspec.Struct, frozen=True):
     """Position interpolation: `f_i / factor`, which is the same as positions / factor."""
 
@@ -81,7 +86,7 @@ class LongRope(msgspec.Struct, frozen=True):
     long_factor: tuple[float, ...]
 
 
-Rope: TypeAlias = DefaultRope | LinearRope | DynamicRope | YarnRope | Llama3Rope | LongRope
+Rope: TypeAlias = NoRope | DefaultRope | LinearRope | DynamicRope | YarnRope | Llama3Rope | LongRope
 
 
 def inverse_frequencies(
@@ -91,6 +96,8 @@ def inverse_frequencies(
     float32 or float64; `rotary_dim` is the number of elements of a head that are rotated.
     """
     match rope:
+        case NoRope():
+            return torch.zeros(rotary_dim // 2, dtype=dtype)
         case DefaultRope():
             return _base_frequencies(rope.theta, rotary_dim, dtype=dtype)
         case LinearRope():
@@ -118,7 +125,7 @@ def attention_factor(rope: Rope) -> float:
     match rope:
         case YarnRope() | LongRope():
             return rope.attention_factor
-        case DefaultRope() | LinearRope() | DynamicRope() | Llama3Rope():
+        case NoRope() | DefaultRope() | LinearRope() | DynamicRope() | Llama3Rope():
             return 1.0
         case _:
             assert_never(rope)

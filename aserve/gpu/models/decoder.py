@@ -39,6 +39,7 @@ from aserve.gpu.models.base import Attend, HiddenCapture, wide_logits
 from aserve.gpu.models.config.model import ModelConfig
 from aserve.gpu.models.decoder_spec import DecoderSpec
 from aserve.gpu.models.gated_delta import GatedDeltaNet
+from aserve.gpu.models.mamba2 import Mamba2
 from aserve.gpu.models.short_conv import ShortConv
 from aserve.gpu.weights.source import WeightSource, kv_scales
 
@@ -94,7 +95,7 @@ class Decoder:
         self.layers = tuple(b.mixer.layer for b in self.blocks if b.mixer.layer is not None)
         mixers = [block.mixer for block in self.blocks]
         self.recurrent_layers = tuple(
-            m.spec for m in mixers if isinstance(m, GatedDeltaNet | ShortConv)
+            m.spec for m in mixers if isinstance(m, GatedDeltaNet | Mamba2 | ShortConv)
         )
         self.head = _head(config, self.embeddings, weights)
 
@@ -309,9 +310,11 @@ def _norm_weight(weights: WeightSource, name: str, spec: DecoderSpec, *, size: i
     return weights.tensor(f"{name}.weight", (size,), offset=spec.norm_offset)
 
 
-def gated_mlp(index: int, spec: DecoderSpec, weights: WeightSource, /) -> GatedMlp:
-    """The gated MLP of layer `index`, which is the MLP of most models."""
-    prefix = f"model.layers.{index}.mlp"
+def gated_mlp(
+    index: int, spec: DecoderSpec, weights: WeightSource, /, *, name: str = "mlp"
+) -> GatedMlp:
+    """The gated MLP of layer `index`, which is the MLP of most models. `name`: the checkpoint's."""
+    prefix = f"model.layers.{index}.{name}"
     hidden_size, size = spec.config.hidden_size, spec.config.intermediate_size
     parts = {"gate_proj": size, "up_proj": size}
     if spec.has_joined_weights:

@@ -25,6 +25,7 @@ from aserve.gpu.models.families import (
     glm4_moe,
     gpt_oss,
     granite,
+    granite_hybrid,
     lfm2,
     llada2,
     llama,
@@ -178,6 +179,13 @@ FAMILIES: Mapping[str, Family] = {
         "Granite",
         "scaled embeddings, attention, residuals and logits",
         granite.granite,
+    ),
+    "GraniteMoeHybridForCausalLM": DecoderFamily(
+        "Granite 4",
+        "as Granite; Mamba-2 layers between those with attention; experts beside a shared MLP",
+        granite_hybrid.granite_hybrid,
+        granite_hybrid.DEFAULTS,
+        granite_hybrid.own_name,
     ),
     "LLaDA2MoeModelLM": DecoderFamily(
         "LLaDA2.0, LLaDA2.1",

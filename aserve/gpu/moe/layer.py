@@ -51,6 +51,7 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
     routing: Routing
     shared_size: int = 0  # inner size of the shared MLP; 0: none
     has_shared_gate: bool = False
+    has_joined_shared: bool = False  # the checkpoint stores the shared MLP's gate_up_proj
     has_score_bias: bool = False
     num_identity: int = 0
     names: ExpertNames = ExpertNames()
@@ -94,6 +95,8 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
         names, gate = self.names, None
         below = f"{prefix}.{names.shared}"
         parts = {f"{below}.{names.gate}": self.shared_size, f"{below}.{names.up}": self.shared_size}
+        if self.has_joined_shared:
+            parts = {f"{below}.gate_up_proj": 2 * self.shared_size}
         gate_up = weights.linear(parts, in_features=hidden, bias=False)
         down = {f"{below}.{names.down}": hidden}
         mlp = GatedMlp(

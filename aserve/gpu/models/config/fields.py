@@ -5,6 +5,7 @@ Every error names the field, its value and what was expected. A null field count
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from typing import NoReturn, TypeVar
@@ -13,6 +14,7 @@ from aserve.errors import ConfigError
 from aserve.messages.base import MAX_INT32
 
 T = TypeVar("T")
+INFINITE = {"__float__": "Infinity"}  # as transformers writes it
 
 
 class Fields:
@@ -136,6 +138,23 @@ class Fields:
 def replaced(fields: Fields, values: Mapping[str, object]) -> Fields:
     """Returns the fields with other values."""
     return Fields({**fields._values, **values}, source=fields.source)
+
+
+def is_text(fields: Fields, name: str, text: str) -> bool:
+    """Returns whether a field that may have a value of another kind has this text."""
+    return fields._values.get(name) == text
+
+
+def interval(fields: Fields, name: str) -> tuple[float, float]:
+    """Returns two numbers of at least 0, of which the second may be infinite."""
+    values = fields._values.get(name)
+    if isinstance(values, list):
+        values = [math.inf if value == INFINITE else value for value in values]
+    match values:
+        case [float() | int() as least, float() | int() as most] if 0 <= least <= most:
+            return float(least), float(most)
+        case _:
+            fields.refuse(name, expected="two numbers of at least 0, in ascending order")
 
 
 def _shortened(value: object) -> str:

@@ -12,6 +12,7 @@ from aserve.gpu.models.config.fields import Fields
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+LINEAR = "linear_attention"  # a recurrent layer
 LAYER_KINDS = (FULL, SLIDING)
 
 Windows: TypeAlias = tuple[int | None, ...]  # per layer; None: full attention

@@ -15,6 +15,7 @@ from aserve.gpu.layers.rope_scaling import (
     LinearRope,
     Llama3Rope,
     LongRope,
+    NoRope,
     Rope,
     YarnRope,
 )
@@ -82,7 +83,7 @@ def longest_context(rope: Rope, max_position_embeddings: int) -> int:
             return max(max_position_embeddings, int(trained_len * factor))
         case Llama3Rope(factor=factor, original_len=trained_len):
             return max(max_position_embeddings, int(trained_len * factor))
-        case DefaultRope() | LongRope():
+        case NoRope() | DefaultRope() | LongRope():
             return max_position_embeddings
 
 

@@ -15,7 +15,7 @@ from functools import partial
 import msgspec
 
 from aserve.gpu.models.config.fields import Fields
-from aserve.gpu.models.config.layer_types import FULL
+from aserve.gpu.models.config.layer_types import FULL, LINEAR
 from aserve.gpu.models.config.model import ModelConfig
 from aserve.gpu.models.decoder_spec import Biases, DecoderSpec, MakeMixer, QkNorm
 from aserve.gpu.models.families.qwen2_moe import shared_experts
@@ -29,7 +29,6 @@ from aserve.gpu.models.gated_delta import (
     MakeProjection,
 )
 
-LINEAR = "linear_attention"
 DEFAULTS = {
     "full_attention_interval": 4,
     "head_dim": 256,

@@ -1,0 +1,95 @@
+"""Granite 4: Granite with Mamba-2 layers between those with attention, which mostly know no
+positions. Each layer has an MLP that all tokens share, and in larger models experts beside it.
+
+Reference: modeling_granitemoehybrid.py in transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+
+from aserve.gpu.layers.mlp import GatedMlp
+from aserve.gpu.layers.rope_scaling import NoRope
+from aserve.gpu.models.config.fields import Fields
+from aserve.gpu.models.config.layer_types import FULL, LINEAR
+from aserve.gpu.models.config.model import ModelConfig
+from aserve.gpu.models.decoder import Attention, gated_mlp
+from aserve.gpu.models.decoder_spec import DecoderSpec, MakeMixer, MakeMlp
+from aserve.gpu.models.families.granite import granite
+from aserve.gpu.models.mamba2 import MAMBA2_DEFAULTS, mamba2_spec
+from aserve.gpu.moe.layer import ExpertsSpec
+from aserve.gpu.moe.routing import Routing, Scores, checked_top_k
+from aserve.gpu.weights.source import WeightSource
+
+MAMBA, ATTENTION = "mamba", "attention"
+OLDER_KINDS = {MAMBA: LINEAR, ATTENTION: FULL}
+NO_POSITIONS = "nope"
+SHARED = "mlp.shared_experts"
+DEFAULTS = {
+    **MAMBA2_DEFAULTS,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "shared_intermediate_size": 1024,
+}
+# The checkpoint's names, and those of the decoder. Experts beside are experts of the same MLP.
+RENAMED = {
+    ".block_sparse_moe.input_linear.weight": ".mlp.experts.gate_up_proj",
+    ".block_sparse_moe.output_linear.weight": ".mlp.experts.down_proj",
+    ".block_sparse_moe.router.layer.": ".mlp.gate.",
+    ".shared_mlp.input_linear.": f".{SHARED}.gate_up_proj.",
+    ".shared_mlp.output_linear.": f".{SHARED}.down_proj.",
+}
+
+
+def granite_hybrid(config: ModelConfig) -> DecoderSpec:
+    fields, num_layers = config.fields, config.num_layers
+    size = fields.integer("shared_intermediate_size")
+    has_experts = fields.integer("num_local_experts", minimum=0) > 0
+    has_rope = fields.text("position_embedding_type", default=NO_POSITIONS) == "rope"
+    own = dataclasses.replace(
+        config,
+        rope=config.rope if has_rope else NoRope(),
+        intermediate_size=config.intermediate_size if has_experts else size,
+    )
+    mlp: MakeMlp = _experts(config, shared_size=size) if has_experts else _shared_mlp
+    return msgspec.structs.replace(
+        granite(own), mixers=_mixers(fields, num_layers), mlps=(mlp,) * num_layers
+    )
+
+
+def own_name(name: str) -> str:
+    """The name that a decoder's layers have for a tensor of a checkpoint."""
+    for stored, own in RENAMED.items():
+        name = name.replace(stored, own)
+    return name
+
+
+def _mixers(fields: Fields, num_layers: int) -> tuple[MakeMixer, ...]:
+    names = fields.texts("layer_types", length=num_layers)
+    kinds = tuple(OLDER_KINDS.get(name, name) for name in names)
+    if not {*kinds} <= {LINEAR, FULL} or FULL not in kinds:
+        expected = f"{MAMBA} or {ATTENTION}, which at least one layer has"
+        fields.refuse("layer_types", expected=expected)
+    if LINEAR not in kinds:
+        return (Attention,) * num_layers
+    linear = mamba2_spec(fields)
+    return tuple(linear if kind == LINEAR else Attention for kind in kinds)
+
+
+def _shared_mlp(index: int, spec: DecoderSpec, weights: WeightSource, /) -> GatedMlp:
+    """The checkpoint has gate and up of this MLP joined, but not q, k and v."""
+    own = msgspec.structs.replace(spec, has_joined_weights=True)
+    return gated_mlp(index, own, weights, name=SHARED)
+
+
+def _experts(config: ModelConfig, *, shared_size: int) -> ExpertsSpec:
+    count = config.fields.integer("num_local_experts")
+    return ExpertsSpec(
+        count=count,
+        size=config.intermediate_size,
+        routing=Routing(checked_top_k(config.fields, count), scores=Scores.LOGITS),
+        shared_size=shared_size,
+        has_joined_shared=True,
+    )
