@@ -31,7 +31,7 @@ from aserve_kernels.cpu.decoder_forward import decoder_step
 from tests.fakes.drafters import Stumbling, speculative
 from tests.fakes.graph_device import GraphDevice
 from tests.gpu.drive import captured, request, serve
-from tests.gpu.test_recurrent_model import fail_forwards
+from tests.gpu.test_recurrent_model import MAMBAS, fail_forwards
 from tests.load_model import load_model
 from tests.parity.dense_attend import DenseAttend
 from tests.parity.references import VOCAB_SIZE, make_reference
@@ -118,10 +118,10 @@ def test_rejected_drafts_leave_no_trace_in_the_states(
     assert (served.num_retracted > 0) is (way == "retraction")
 
 
-@pytest.fixture(scope="module")
-def mamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=MAMBAS)
+def mamba(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("mamba")
-    make_reference("granite-hybrid-dense", directory)
+    make_reference(request.param, directory)
     return directory
 
 

@@ -54,9 +54,11 @@ WAYS: dict[str, dict[str, Any]] = {
 
 IN_ONE_CALL = ["qwen3.5", "lfm2"]
 MAMBA = "granite-hybrid-dense"
+# Layers with one sublayer each, and with attention beside Mamba.
+MAMBAS = [MAMBA, "nemotron-h-dense", "falcon-h1-norm"]
 
 
-@pytest.fixture(scope="module", params=[*IN_ONE_CALL, MAMBA])
+@pytest.fixture(scope="module", params=[*IN_ONE_CALL, *MAMBAS])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The states of LFM2 have no matrices."""
     directory = tmp_path_factory.mktemp("recurrent")
@@ -188,7 +190,7 @@ def test_what_the_last_owner_of_a_row_left_behind_reaches_nobody(
 
 @pytest.mark.parametrize(
     ("folder", "is_one_call"),
-    [*((kind, True) for kind in IN_ONE_CALL), (MAMBA, False)],
+    [*((kind, True) for kind in IN_ONE_CALL), *((kind, False) for kind in MAMBAS)],
     indirect=["folder"],
 )
 @pytest.mark.parametrize("way", WAYS)
@@ -212,7 +214,8 @@ def test_compiled_steps_give_the_same_tokens(
     served = serve(executor, asks(), chaos=3)
     assert served.outputs == expected
     assert step.call_count == (len(served.batches) if is_one_call else 0)
-    assert spaces.call_count == (0 if is_one_call else len(served.batches))
+    num_layers = len(executor._runner.state.recurrent)
+    assert spaces.call_count == (0 if is_one_call else num_layers * len(served.batches))
 
 
 def test_captured_steps_advance_the_states_as_eager_ones_do(
@@ -248,13 +251,16 @@ def test_kernels_of_other_devices_give_the_same_tokens(
     assert len(calls) > NUM_TOKENS
 
 
-@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3-next", "lfm2-moe", "granite-hybrid"])
+@pytest.mark.parametrize(
+    "kind",
+    [*("qwen3.5", "qwen3-next", "lfm2-moe", "granite-hybrid", "nemotron-h", "falcon-h1", "bamba")],
+)
 def test_new_weights_replace_those_of_recurrent_layers(kind: str, tmp_path: Path) -> None:
     reference = make_reference(kind, tmp_path)
     file = tmp_path / "model.safetensors"
     old = load_model(tmp_path)
     before = logits_of(old, reference.prompt)
-    parts = (".linear_attn.", ".conv.", ".mamba.")
+    parts = (".linear_attn.", ".conv.", ".mamba.", ".mixer.")
     weights = {
         name: 0.9 * weight if any(part in name for part in parts) else weight
         for name, weight in load_file(file).items()

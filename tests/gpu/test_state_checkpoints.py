@@ -18,7 +18,7 @@ from aserve.messages.base import array_i32
 from aserve.messages.requests import AdmitRequest
 from tests.fakes.graph_device import GraphDevice
 from tests.gpu.drive import Served, captured, request, serve
-from tests.gpu.test_recurrent_model import fail_forwards, greedy
+from tests.gpu.test_recurrent_model import MAMBAS, fail_forwards, greedy
 from tests.load_model import load_model
 from tests.parity.references import VOCAB_SIZE, make_reference
 
@@ -48,7 +48,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["qwen3.5", "lfm2", "granite-hybrid-dense"])
+@pytest.fixture(scope="module", params=["qwen3.5", "lfm2", *MAMBAS])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoints")
     make_reference(request.param, directory)

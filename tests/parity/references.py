@@ -155,15 +155,44 @@ CONVS: dict[str, Any] = {
 }
 
 MAMBA: dict[str, Any] = {
-    "layer_types": ["mamba", "attention", "mamba"],
     "mamba_n_heads": 6,
     "mamba_d_head": 16,
     "mamba_d_state": 8,
     "mamba_n_groups": 2,
 }
-GRANITE_HYBRID = {**GRANITE, **MAMBA, "shared_intermediate_size": 40}
+GRANITE_HYBRID: dict[str, Any] = {
+    **GRANITE,
+    **MAMBA,
+    "layer_types": ["mamba", "attention", "mamba"],
+    "shared_intermediate_size": 40,
+}
 # Heads of which the CPU's kernels take blocks of columns, and one group of them.
 WIDE_HEADS = {"mamba_n_heads": 3, "mamba_d_head": 32, "mamba_n_groups": 1}
+
+FALCON_H1: dict[str, Any] = {
+    **MAMBA,
+    "mamba_d_ssm": 96,
+    "attention_in_multiplier": 0.9,
+    "attention_out_multiplier": 1.2,
+    "embedding_multiplier": 3.0,
+    "key_multiplier": 0.7,
+    "lm_head_multiplier": 1.5,
+    "mlp_multipliers": [0.8, 1.1],
+    "ssm_in_multiplier": 1.3,
+    "ssm_multipliers": [0.6, 1.4, 1.2, 0.7, 1.1],
+    "ssm_out_multiplier": 0.8,
+}
+NEMOTRON_H: dict[str, Any] = {
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 2.5,
+}
 
 # What differs from BASE: (architecture, its fields).
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -175,6 +204,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-yarn": ("Llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.5, **STRETCHED}}),
     "llama-llama3": ("Llama", {"rope_parameters": {**LLAMA3, "factor": 8.0, **STRETCHED}}),
     "llama-longrope": ("Llama", {"rope_parameters": {**LONG, **STRETCHED}}),
+    "bamba": ("Bamba", {**MAMBA, "attn_layer_indices": [1]}),
     "deepseek2-lite": ("DeepseekV2", {**DEEPSEEK, "q_lora_rank": None}),
     "deepseek2": ("DeepseekV2", {**DEEPSEEK, **GROUPED}),
     "deepseek3": ("DeepseekV3", {**DEEPSEEK, "rope_parameters": {**YARN_MSCALE, **STRETCHED}}),
@@ -213,9 +243,28 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe": ("Glm4Moe", GLM4_MOE),
     "glm4-moe-groups": ("Glm4Moe", {**GLM4_MOE, "n_group": 4, "topk_group": 2}),
     "gpt-oss": ("GptOss", GPT_OSS),
+    "falcon-h1": ("FalconH1", FALCON_H1),
+    "falcon-h1-norm": (
+        "FalconH1",
+        {
+            **MAMBA,
+            **WIDE_HEADS,
+            "mamba_d_ssm": None,
+            "mamba_rms_norm": True,
+            "projectors_bias": True,
+        },
+    ),
+    "falcon-h1-late-norm": (
+        "FalconH1",
+        {**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    ),
     "granite": ("Granite", GRANITE),
     "granite-biased": ("Granite", {**GRANITE, "attention_bias": True, "mlp_bias": True}),
     "granite-hybrid": ("GraniteMoeHybrid", {**GRANITE_HYBRID, **EXPERTS, "num_local_experts": 4}),
+    "granite-hybrid-attention": (
+        "GraniteMoeHybrid",
+        {**GRANITE_HYBRID, "num_local_experts": 0, "layer_types": ["attention"] * 3},
+    ),
     "granite-hybrid-dense": (
         "GraniteMoeHybrid",
         {
@@ -237,6 +286,17 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "longcat-flash": ("LongcatFlash", LONGCAT),
     "mixtral": ("Mixtral", {"sliding_window": 24, "num_local_experts": 4}),
+    "nemotron-h": ("NemotronH", {**NEMOTRON_H, "hybrid_override_pattern": "M-*EMM*-E"}),
+    "nemotron-h-dense": (
+        "NemotronH",
+        {
+            **NEMOTRON_H,
+            "hybrid_override_pattern": "M*-*",
+            "mamba_head_dim": 32,
+            "mlp_bias": True,
+            "use_bias": True,
+        },
+    ),
     "olmo2": ("Olmo2", {}),
     "olmo2-biased": ("Olmo2", {"attention_bias": True, "tie_word_embeddings": True}),
     "qwen2": ("Qwen2", {}),
@@ -372,11 +432,13 @@ def _layers(model: Any) -> torch.nn.ModuleList:
 
 
 def _greedy(model: Any, prompt: Tensor) -> Tensor:
+    """Positions are given, because Bamba's code does not count those in the cache."""
     tokens, cache = [], None
-    ids = prompt.unsqueeze(0)
+    ids, positions = prompt.unsqueeze(0), torch.arange(len(prompt)).unsqueeze(0)
     with torch.inference_mode():
         for _ in range(NUM_GREEDY):
-            output = model(ids, past_key_values=cache, use_cache=True)
+            output = model(ids, position_ids=positions, past_key_values=cache, use_cache=True)
+            positions = positions[:, -1:] + 1
             cache = output.past_key_values
             ids = output.logits[:, -1:].argmax(-1)
             tokens.append(ids[0, 0])

@@ -41,7 +41,10 @@ from tests.parity.conftest import ReferenceOf
 from tests.parity.references import MAX_MODEL_LEN
 from tests.parity.test_forms import rounded
 
-KINDS = ("llama-biased", "llama-longrope", "qwen3-mixed", "gemma2", "gemma3", "granite")
+KINDS = (
+    *("llama-biased", "llama-longrope", "qwen3-mixed", "gemma2", "gemma3", "granite"),
+    "granite-hybrid-attention",  # without positions
+)
 # Attention is the last layer of one.
 RECURRENT_KINDS = ("qwen3.5", "qwen3.5-interval", "qwen3-next-dense", "lfm2", "lfm2-indexed")
 # The rules of every fast form, relative in norm.

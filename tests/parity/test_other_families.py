@@ -20,7 +20,10 @@ pytestmark = pytest.mark.slow  # each reference takes a moment to make
 
 # The code of transformers that has latent attention, sinks or recurrent layers cannot run with
 # attention of aserve's.
-NATIVE_ONLY = ("deepseek", "gpt-oss", "longcat", "qwen3.5", "qwen3-next", "lfm2", "granite-hybrid")
+NATIVE_ONLY = (
+    *("deepseek", "gpt-oss", "longcat", "qwen3.5", "qwen3-next", "lfm2"),
+    *("bamba", "falcon-h1", "granite-hybrid", "nemotron-h"),
+)
 EVERY_KIND = [*(kind for kind in KINDS if not kind.startswith(NATIVE_ONLY)), *OTHER_KINDS]
 CHUNKS = [1, 30, 2, 37, *[1] * 8, 47, *[1] * 8]
 

@@ -6,7 +6,8 @@ identity) and its residual scale s:
     h = h + s * after_attention(mixer(before_attention(h)))
     h = h + s * after_mlp(mlp(before_mlp(h)))
 
-The mixer is `Attention` and the MLP is `gated_mlp`, unless the spec makes others for a layer:
+A layer may have only one of the two sublayers, with one norm before it. The mixer is `Attention`
+and the MLP is `gated_mlp`, unless the spec makes others for a layer:
 
     heads  = rope(qk_norm(x W_qkv^T + b));  y = attend(heads) W_o^T + b      (attention)
     y      = (act(x W_gate^T) * (x W_up^T)) W_down^T                         (gated MLP)
@@ -32,15 +33,14 @@ from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
 from aserve.gpu.layers.joint_norm import JointNorm
 from aserve.gpu.layers.linear import LinearOp
 from aserve.gpu.layers.mlp import GatedMlp
+from aserve.gpu.layers.no_sublayer import NO_SUBLAYER
 from aserve.gpu.layers.norm import AddNorm, HeadNorms, Norm, SumAndNorm
 from aserve.gpu.layers.rope import RopeInputs, Rotary
 from aserve.gpu.layers.rope_scaling import Rope
 from aserve.gpu.models.base import Attend, HiddenCapture, wide_logits
 from aserve.gpu.models.config.model import ModelConfig
 from aserve.gpu.models.decoder_spec import DecoderSpec
-from aserve.gpu.models.gated_delta import GatedDeltaNet
-from aserve.gpu.models.mamba2 import Mamba2
-from aserve.gpu.models.short_conv import ShortConv
+from aserve.gpu.models.recurrent import recurrent_specs
 from aserve.gpu.weights.source import WeightSource, kv_scales
 
 
@@ -93,10 +93,7 @@ class Decoder:
             for index, window in enumerate(spec.windows)
         )
         self.layers = tuple(b.mixer.layer for b in self.blocks if b.mixer.layer is not None)
-        mixers = [block.mixer for block in self.blocks]
-        self.recurrent_layers = tuple(
-            m.spec for m in mixers if isinstance(m, GatedDeltaNet | Mamba2 | ShortConv)
-        )
+        self.recurrent_layers = recurrent_specs(block.mixer for block in self.blocks)
         self.head = _head(config, self.embeddings, weights)
 
     def forward(
@@ -171,7 +168,11 @@ class Block:
     ) -> tuple[Tensor, Tensor]:
         """hidden: the residual stream; normed: before_attention(hidden); both [tokens, hidden].
         cos_sin [tokens, rotary_dim]. Returns the same two for the next layer."""
-        hidden, normed = self.attended(hidden, normed, cos_sin, attend)
+        if self.mlp is NO_SUBLAYER:
+            changed = self.after_attention(self.mixer(normed, cos_sin, attend))
+            return self.before_next(hidden, changed)
+        if self.mixer is not NO_SUBLAYER:
+            hidden, normed = self.attended(hidden, normed, cos_sin, attend)
         return self.before_next(hidden, self.after_mlp(self.mlp(normed)))
 
     def attended(

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from aserve.gpu.models.base import Attend
 from aserve.gpu.models.config.fields import Fields, interval, is_text
-from aserve.gpu.models.decoder_spec import DecoderSpec
+from aserve.gpu.models.decoder_spec import DecoderSpec, Mixer
 from aserve.gpu.models.recurrent import RecurrentSpec, with_states
 from aserve.gpu.weights.source import WeightSource
 from aserve_kernels.delta_rule import DeltaTokens, StateSpace
@@ -83,22 +83,23 @@ class Mamba2Spec(msgspec.Struct, frozen=True):
     has_conv_bias: bool = True
     has_in_bias: bool = False
     has_out_bias: bool = False
+    factors: tuple[float, ...] = ()  # of z, x, B, C and dt; empty: all are 1
 
     def __call__(self, index: int, spec: DecoderSpec, weights: WeightSource, /) -> Mamba2:
         return Mamba2(index, spec, weights, layer=self)
 
 
-def mamba2_spec(fields: Fields, *, norm: GateNorm | None = None) -> Mamba2Spec:
-    """Returns the layers that a config describes, in the spelling of most families. Without `norm`,
-    each group of heads has a norm."""
-    hidden_size = fields.integer("hidden_size")
-    inner_size = fields.integer("mamba_expand") * hidden_size
+def mamba2_spec(fields: Fields, *, inner_size: int | None = None) -> Mamba2Spec:
+    """Returns the layers that a config describes, in the spelling of most families. `inner_size`:
+    that of all heads, if the family has a field for it."""
+    if inner_size is None:
+        inner_size = fields.integer("mamba_expand") * fields.integer("hidden_size")
     num_heads, num_groups = fields.integer("mamba_n_heads"), fields.integer("mamba_n_groups")
     head_dim = inner_size // num_heads
     if not is_text(fields, "mamba_d_head", "auto"):
         head_dim = fields.integer("mamba_d_head")
     if num_heads * head_dim != inner_size:
-        expected = f"as many as fill mamba_expand * hidden_size, {inner_size}"
+        expected = f"as many heads as have {inner_size} elements together"
         fields.refuse("mamba_n_heads", expected=expected)
     if num_heads % num_groups:
         fields.refuse("mamba_n_groups", expected=f"a divisor of mamba_n_heads, {num_heads}")
@@ -107,7 +108,7 @@ def mamba2_spec(fields: Fields, *, norm: GateNorm | None = None) -> Mamba2Spec:
     bias = fields.flag("mamba_proj_bias")
     return Mamba2Spec(
         shape,
-        norm or GateNorm(num_groups),
+        GateNorm(num_groups),
         limits=interval(fields, "time_step_limit"),
         has_conv_bias=fields.flag("mamba_conv_bias"),
         has_in_bias=bias,
@@ -119,8 +120,8 @@ class Mamba2:
     """The `Mixer`. It keeps nothing in the KV cache."""
 
     __slots__ = (
-        *("bias", "conv", "decay", "dt_bias", "eps", "into", "layer", "norm", "out", "shape"),
-        *("skip", "spec", "_kind"),
+        *("bias", "conv", "decay", "dt_bias", "eps", "factors", "into", "layer", "norm", "out"),
+        *("shape", "skip", "spec", "_kind"),
     )
 
     def __init__(
@@ -146,6 +147,7 @@ class Mamba2:
         self.bias = self.decay.new_zeros(num_channels)
         if layer.has_conv_bias:
             self.bias = weights.tensor(f"{prefix}.conv1d.bias", (num_channels,), is_wide=True)
+        self.factors = _factors(layer, self.decay)
         self.eps = spec.config.rms_norm_eps
         self.norm = None
         if layer.norm is not None:
@@ -161,7 +163,10 @@ class Mamba2:
         """x [tokens, hidden] -> [tokens, hidden]."""
         shape = self.shape
         sizes = (shape.inner_size, shape.num_channels, shape.num_heads)
-        z, channels, dt = self.into(x).split(sizes, dim=-1)
+        projected = self.into(x)
+        if self.factors is not None:
+            projected = projected * self.factors.to(x.dtype)
+        z, channels, dt = projected.split(sizes, dim=-1)
         step = functional.softplus(dt.to(self.dt_bias.dtype) + self.dt_bias)
         if self._kind.limits != ANY_STEP:
             step = step.clamp(*self._kind.limits)
@@ -177,3 +182,42 @@ class Mamba2:
         groups = (y if norm.is_before_gate else y * gate).unflatten(-1, (norm.num_groups, -1))
         normed = functional.rms_norm(groups, groups.shape[-1:], eps=self.eps).flatten(1) * weight
         return normed * gate if norm.is_before_gate else normed
+
+
+def _factors(layer: Mamba2Spec, like: Tensor) -> Tensor | None:
+    """Returns the factors of the projection, of the dtype and device of `like`."""
+    if not layer.factors:
+        return None
+    shape = layer.shape
+    key_size = shape.num_groups * shape.state_dim
+    sizes = (shape.inner_size, shape.inner_size, key_size, key_size, shape.num_heads)
+    factors = like.new_empty(sum(sizes))
+    for part, factor in zip(factors.split(sizes), layer.factors, strict=True):
+        part.fill_(factor)
+    return factors
+
+
+class BesideFactors(msgspec.Struct, frozen=True):
+    mamba_in: float = 1.0
+    mamba_out: float = 1.0
+    other_in: float = 1.0
+    other_out: float = 1.0
+
+
+class MambaBeside:
+    """The `Mixer` of layers with Mamba-2 beside another mixer: the sum of both outputs."""
+
+    __slots__ = ("factors", "layer", "mamba", "other", "spec")
+
+    def __init__(self, mamba: Mamba2, other: Mixer, factors: BesideFactors) -> None:
+        self.mamba = mamba
+        self.other = other
+        self.factors = factors
+        self.layer = other.layer
+        self.spec = mamba.spec
+
+    def __call__(self, x: Tensor, cos_sin: Tensor, attend: Attend) -> Tensor:
+        """x [tokens, hidden] -> [tokens, hidden]."""
+        factors = self.factors
+        y = self.mamba(x * factors.mamba_in, cos_sin, attend) * factors.mamba_out
+        return y + self.other(x * factors.other_in, cos_sin, attend) * factors.other_out

@@ -6,6 +6,7 @@ A forward can only begin behind a token whose state the row has.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
 import msgspec
@@ -38,6 +39,17 @@ class RecurrentSpec(msgspec.Struct, frozen=True):
 
     index: int
     shape: StateShape
+
+
+@runtime_checkable
+class RecurrentMixer(Protocol):
+    """A mixer with a state, or with a mixer that has one."""
+
+    spec: RecurrentSpec
+
+
+def recurrent_specs(mixers: Iterable[object]) -> tuple[RecurrentSpec, ...]:
+    return tuple(mixer.spec for mixer in mixers if isinstance(mixer, RecurrentMixer))
 
 
 @runtime_checkable

@@ -18,8 +18,10 @@ from aserve.gpu.models.config.sentence import read_sentence_pooling
 from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.models.decoder_spec import DecoderSpec
 from aserve.gpu.models.families import (
+    bamba,
     bert,
     deepseek,
+    falcon_h1,
     gemma2,
     gemma3,
     glm4_moe,
@@ -33,6 +35,7 @@ from aserve.gpu.models.families import (
     mistral,
     mixtral,
     modernbert,
+    nemotron_h,
     olmo2,
     phi3,
     qwen2,
@@ -113,6 +116,13 @@ SCORES = "scores of labels from the last token: rewards, classes, relevance"
 EMBEDS = "embeddings of the last token, or pooled as sentence-transformers say"
 
 FAMILIES: Mapping[str, Family] = {
+    "BambaForCausalLM": DecoderFamily(
+        "Bamba",
+        "Mamba-2 in most layers, and attention in the others",
+        bamba.bamba,
+        bamba.DEFAULTS,
+        bamba.own_name,
+    ),
     "BertForSequenceClassification": EncoderFamily(
         "BERT (classifier)",
         "scores of labels, of texts or of pairs of texts, as cross-encoders have them",
@@ -143,6 +153,13 @@ FAMILIES: Mapping[str, Family] = {
         "as DeepSeek-V2; corrected sigmoid scores choose the experts; its NextN layers draft",
         deepseek.deepseek_v3,
         deepseek.V3_DEFAULTS,
+    ),
+    "FalconH1ForCausalLM": DecoderFamily(
+        "Falcon-H1",
+        "Mamba-2 beside the attention of each layer, and factors on most inputs and outputs",
+        falcon_h1.falcon_h1,
+        falcon_h1.DEFAULTS,
+        bamba.own_name,
     ),
     "Gemma2ForCausalLM": DecoderFamily(
         "Gemma 2",
@@ -285,6 +302,13 @@ FAMILIES: Mapping[str, Family] = {
         "as BERT, with rotary positions, and in most layers a window on both sides of a token",
         modernbert.modernbert,
         modernbert.DEFAULTS,
+    ),
+    "NemotronHForCausalLM": DecoderFamily(
+        "Nemotron-H",
+        "each layer is Mamba-2, attention, an MLP without a gate or experts as in DeepSeek-V3",
+        nemotron_h.nemotron_h,
+        nemotron_h.DEFAULTS,
+        nemotron_h.own_name,
     ),
     "Olmo2ForCausalLM": DecoderFamily(
         "OLMo 2",

@@ -2,11 +2,11 @@
 
     y = sum over the chosen experts e of w_e * mlp_e(x)  [+ g * shared(x)]  [+ w_identity * x]
 
-with the weights w of `routing.py`, gated MLPs mlp_e of the size `ExpertsSpec.size`, and optionally
-an MLP that all tokens share, with or without a gate g = sigmoid(x w_g). Identity experts return
-what they are given, and their weights add up to w_identity: they travel nowhere. A layer runs in
-three stages, between which rows travel: `start` routes and sends, `compute` is the experts' own
-work, and `finish` receives the sums.
+with the weights w of `routing.py`, MLPs mlp_e of the size `ExpertsSpec.size`, gated or plain, and
+optionally an MLP that all tokens share, with or without a gate g = sigmoid(x w_g). Identity experts
+return what they are given, and their weights add up to w_identity: they travel nowhere. A layer
+runs in three stages, between which rows travel: `start` routes and sends, `compute` is the experts'
+own work, and `finish` receives the sums.
 
 Source: https://arxiv.org/abs/1701.06538; shared experts: https://arxiv.org/abs/2401.06066;
 identity experts: https://arxiv.org/abs/2509.01322
@@ -15,7 +15,7 @@ identity experts: https://arxiv.org/abs/2509.01322
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import torch
@@ -24,10 +24,13 @@ from torch import Tensor
 from aserve.gpu.layers.grouped_linear import GroupedLinearOp, Groups
 from aserve.gpu.layers.linear import LinearOp
 from aserve.gpu.layers.mlp import Activation, GatedMlp
+from aserve.gpu.layers.plain_mlp import PLAIN_ACTIVATIONS, PlainMlp
 from aserve.gpu.models.decoder_spec import DecoderSpec
 from aserve.gpu.moe.dispatch import Combining, Dispatcher, LocalDispatcher, Sent
 from aserve.gpu.moe.routing import Routing, route, without_identity
 from aserve.gpu.weights.source import WeightSource
+
+SharedOp: TypeAlias = GatedMlp | PlainMlp
 
 
 class ExpertNames(msgspec.Struct, frozen=True):
@@ -54,12 +57,15 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
     has_joined_shared: bool = False  # the checkpoint stores the shared MLP's gate_up_proj
     has_score_bias: bool = False
     num_identity: int = 0
+    plain_activation: str | None = None  # of MLPs without gates; None: they have gates
     names: ExpertNames = ExpertNames()
 
     def __call__(self, index: int, spec: DecoderSpec, weights: WeightSource, /) -> ExpertMlp:
         names, hidden = self.names, spec.config.hidden_size
         prefix = f"model.layers.{index}.{names.mlp}"
         gated = weights.elementwise.gated(spec.config.activation)
+        if self.plain_activation is not None:
+            gated = PLAIN_ACTIVATIONS[self.plain_activation]
         router = {f"{prefix}.{names.router}": self.num_choices}
         return ExpertMlp(
             self,
@@ -82,10 +88,16 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
         self, name: str, weights: WeightSource, hidden: int, gated: Activation
     ) -> GatedExperts:
         names, count = self.names, self.count
-        parts = {names.gate: self.size, names.up: self.size}
+        parts = dict.fromkeys(self._inner_names, self.size)
         gate_up = weights.stacked(name, parts, count=count, in_features=hidden)
         down = weights.stacked(name, {names.down: hidden}, count=count, in_features=self.size)
         return GatedExperts(weights.grouped(gate_up), weights.grouped(down), gated)
+
+    @property
+    def _inner_names(self) -> tuple[str, ...]:
+        """Returns the names of the layers into the inner elements of an MLP."""
+        names = self.names
+        return (names.gate, names.up) if self.plain_activation is None else (names.up,)
 
     def _shared(
         self, prefix: str, weights: WeightSource, hidden: int, gated: Activation
@@ -94,14 +106,15 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
             return None
         names, gate = self.names, None
         below = f"{prefix}.{names.shared}"
-        parts = {f"{below}.{names.gate}": self.shared_size, f"{below}.{names.up}": self.shared_size}
+        parts = {f"{below}.{name}": self.shared_size for name in self._inner_names}
         if self.has_joined_shared:
             parts = {f"{below}.gate_up_proj": 2 * self.shared_size}
         gate_up = weights.linear(parts, in_features=hidden, bias=False)
         down = {f"{below}.{names.down}": hidden}
-        mlp = GatedMlp(
-            gate_up, weights.linear(down, in_features=self.shared_size, bias=False), gated
-        )
+        out = weights.linear(down, in_features=self.shared_size, bias=False)
+        mlp: SharedOp = GatedMlp(gate_up, out, gated)
+        if self.plain_activation is not None:
+            mlp = PlainMlp(gate_up, out, self.plain_activation)
         if self.has_shared_gate:
             name = {f"{prefix}.{names.shared_gate}": 1}
             gate = weights.linear(name, in_features=hidden, bias=False)
@@ -109,7 +122,8 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
 
 
 class GatedExperts:
-    """The gated MLPs of a rank's experts."""
+    """The MLPs of a rank's experts. Of MLPs without gates `gate_up` is up alone, and `gated` their
+    activation."""
 
     __slots__ = ("down", "gate_up", "gated")
 
@@ -128,7 +142,7 @@ class SharedMlp:
 
     __slots__ = ("gate", "mlp")
 
-    def __init__(self, mlp: GatedMlp, gate: LinearOp | None) -> None:
+    def __init__(self, mlp: SharedOp, gate: LinearOp | None) -> None:
         self.mlp = mlp
         self.gate = gate
 

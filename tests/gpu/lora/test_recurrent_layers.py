@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 PROMPTS = ([5, 9, 2], list(range(40)), [7])
 TARGETS = {
     "qwen3.5": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+    "granite-hybrid-dense": ("in_proj", "out_proj"),
     "qwen3-next": ("in_proj_qkvz", "in_proj_ba", "out_proj"),
 }
 

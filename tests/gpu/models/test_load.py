@@ -248,7 +248,7 @@ def test_an_architecture_that_nobody_knows_is_one_clear_error(tmp_path: Path) ->
 
 def test_code_that_is_asked_for_and_not_there_is_refused(tmp_path: Path) -> None:
     directory = write_config(tmp_path, architectures=["FooForCausalLM"])
-    with pytest.raises(ConfigError, match=r"no native code for FooForCausalLM; there is for Bert"):
+    with pytest.raises(ConfigError, match=r"no native code for FooForCausalLM; there is for Bamba"):
         load_model(directory, model_impl="native")
 
 
@@ -319,6 +319,15 @@ NGRAMS: dict[str, Any] = {
 }
 
 
+HEADS: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_ssm": None}
+MAMBAS: dict[str, dict[str, Any]] = {
+    "BambaForCausalLM": {**HEADS, "attn_layer_indices": [0], "head_dim": 8},
+    "FalconH1ForCausalLM": HEADS,
+    "GraniteMoeHybridForCausalLM": {**HEADS, "layer_types": ["mamba", "attention"]},
+    "NemotronHForCausalLM": {"hybrid_override_pattern": "M*", "mamba_num_heads": 8},
+}
+
+
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_a_configuration_alone_makes_the_same_model_each_time(
     architecture: str, tmp_path: Path
@@ -326,8 +335,7 @@ def test_a_configuration_alone_makes_the_same_model_each_time(
     fields = PICTURES if architecture.endswith("ForConditionalGeneration") else NGRAMS
     if architecture.startswith("Qwen3_5"):
         fields = {**fields, "head_dim": 32}  # of which rope rotates a quarter
-    if architecture == "GraniteMoeHybridForCausalLM":
-        fields = {"layer_types": ["mamba", "attention"], "mamba_n_heads": 4}
+    fields = {**fields, **MAMBAS.get(architecture, {})}
     directory = write_config(
         tmp_path, architectures=[architecture], num_experts_per_tok=2, **fields
     )

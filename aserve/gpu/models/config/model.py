@@ -30,6 +30,7 @@ OTHER_NAMES = {
     "moe_intermediate_size": "expert_ffn_hidden_size",
     "num_experts_per_tok": "moe_topk",
 }
+LAYER_KINDS = "layers_block_type"  # the kind of each layer, in Nemotron-H's configurations
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
@@ -104,7 +105,7 @@ def parse_config(file: Fields, *, defaults: Mapping[str, object]) -> ModelConfig
         vocab_size=fields.integer("vocab_size"),
         hidden_size=fields.integer("hidden_size"),
         intermediate_size=fields.integer("intermediate_size"),
-        num_layers=fields.integer("num_hidden_layers"),
+        num_layers=_num_layers(fields),
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(fields, num_heads),
         head_dim=head_dim,
@@ -163,6 +164,13 @@ def _num_kv_heads(fields: Fields, num_heads: int) -> int:
     if num_heads % num_kv_heads:
         fields.refuse("num_key_value_heads", expected=f"a divisor of {num_heads} attention heads")
     return num_kv_heads
+
+
+def _num_layers(fields: Fields) -> int:
+    """Returns the number of layers, which some configurations only list."""
+    if fields.has(LAYER_KINDS) and not fields.has("num_hidden_layers"):
+        return len(fields.texts(LAYER_KINDS))
+    return fields.integer("num_hidden_layers")
 
 
 def _dtype(fields: Fields) -> str | None:

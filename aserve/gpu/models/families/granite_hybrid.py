@@ -23,7 +23,7 @@ from aserve.gpu.moe.layer import ExpertsSpec
 from aserve.gpu.moe.routing import Routing, Scores, checked_top_k
 from aserve.gpu.weights.source import WeightSource
 
-MAMBA, ATTENTION = "mamba", "attention"
+MAMBA, ATTENTION = "mamba", "attention"  # the kinds of layers in older files
 OLDER_KINDS = {MAMBA: LINEAR, ATTENTION: FULL}
 NO_POSITIONS = "nope"
 SHARED = "mlp.shared_experts"
@@ -33,7 +33,7 @@ DEFAULTS = {
     "num_local_experts": 8,
     "shared_intermediate_size": 1024,
 }
-# The checkpoint's names, and those of the decoder. Experts beside are experts of the same MLP.
+# The checkpoint's names, and those of the decoder, with and without experts.
 RENAMED = {
     ".block_sparse_moe.input_linear.weight": ".mlp.experts.gate_up_proj",
     ".block_sparse_moe.output_linear.weight": ".mlp.experts.down_proj",
