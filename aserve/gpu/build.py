@@ -180,7 +180,10 @@ def build_on(
     if options.max_loras:
         refuse_adapters(code)
         loras = LoraTables(
-            max_loras=options.max_loras, max_rank=options.max_lora_rank, ops=ops.lora_ops()
+            max_loras=options.max_loras,
+            max_rank=options.max_lora_rank,
+            ops=ops.lora_ops(),
+            own_name=loader.own_name,
         )
         target = dataclasses.replace(target, wrap=loras.wrap, check_added=loras.check_room)
     with names_the_option("the model does not fit; free memory of the device"):

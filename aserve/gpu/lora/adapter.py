@@ -19,7 +19,7 @@ from torch import Tensor
 
 from aserve.errors import ConfigError
 from aserve.gpu.models.config.fields import Fields
-from aserve.gpu.weights.checkpoint import DTYPES
+from aserve.gpu.weights.checkpoint import DTYPES, Rename
 from aserve.gpu.weights.renamed import older_name
 from aserve.json_file import read_json_object
 
@@ -55,11 +55,13 @@ class LoraModule:
 
 @dataclass(frozen=True, slots=True)
 class LoraAdapter:
-    modules: Mapping[str, LoraModule]  # by the layer's name in the checkpoint
+    modules: Mapping[str, LoraModule]  # by the name that the model has for the layer
 
 
-def read_adapter(directory: Path, *, max_rank: int) -> LoraAdapter:
-    """Raises ConfigError for what is no adapter, or one that cannot be applied."""
+def read_adapter(directory: Path, *, max_rank: int, own_name: Rename = older_name) -> LoraAdapter:
+    """`own_name` returns the name that the model has for a tensor of the checkpoint. Raises
+    ConfigError for what is no adapter, or one that cannot be applied.
+    """
     config = _read_config(directory)
     weights = _read_weights(directory / WEIGHTS)
     pairs: dict[str, dict[str, Tensor]] = {}
@@ -68,9 +70,11 @@ def read_adapter(directory: Path, *, max_rank: int) -> LoraAdapter:
         if match is None:
             raise ConfigError(f"{directory / WEIGHTS}: {name} is no matrix A or B of a LoRA layer")
         pairs.setdefault(match[1], {})[match[2]] = tensor
-    return LoraAdapter(
-        {older_name(name): _module(config, name, pair, max_rank) for name, pair in pairs.items()}
-    )
+    modules: dict[str, LoraModule] = {}
+    for name, pair in pairs.items():
+        own = own_name(f"{name}.weight") or name
+        modules[own.removesuffix(".weight")] = _module(config, name, pair, max_rank)
+    return LoraAdapter(modules)
 
 
 def _read_config(directory: Path) -> Fields:

@@ -24,8 +24,10 @@ from aserve.gpu.layers.linear import Linear, LinearOp
 from aserve.gpu.lora.adapter import LoraAdapter, LoraModule, read_adapter
 from aserve.gpu.models.registry import Code
 from aserve.gpu.sampling.params import RowTables
+from aserve.gpu.weights.checkpoint import Rename
 from aserve.gpu.weights.files import listed
 from aserve.gpu.weights.fp8 import ExpertWeights
+from aserve.gpu.weights.renamed import older_name
 from aserve.gpu.weights.source import WHOLE, Shard, WeightSource
 from aserve.messages.base import GIB
 from aserve_kernels.lora import LoraStack, add_lora_ref
@@ -59,9 +61,18 @@ class LoraTables:
     """`token_slots`, int64 [tokens], are the slots of the current forward's tokens, or None if none
     of them has an adapter. The runner writes them through `bind` before each forward."""
 
-    __slots__ = ("_layers", "_shard", "max_loras", "max_rank", "ops", "token_slots")
+    __slots__ = ("_layers", "_own_name", "_shard", "max_loras", "max_rank", "ops", "token_slots")
 
-    def __init__(self, *, max_loras: int, max_rank: int, ops: LoraOps | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        max_loras: int,
+        max_rank: int,
+        ops: LoraOps | None = None,
+        own_name: Rename = older_name,
+    ) -> None:
+        """`own_name` returns the name that the model has for a tensor of the checkpoint."""
+        self._own_name = own_name
         self.max_loras = max_loras
         self.max_rank = max_rank
         self.ops = ops or LoraOps()
@@ -138,7 +149,7 @@ class LoraTables:
     def read(self, directory: Path) -> LoraAdapter:
         """Reads an adapter and checks that each of its modules fits a layer. Of each module it
         returns what is of this rank's part. It changes nothing, so any thread may call it."""
-        adapter = read_adapter(directory, max_rank=self.max_rank)
+        adapter = read_adapter(directory, max_rank=self.max_rank, own_name=self._own_name)
         sizes = {
             name: (int(rows), stack.a.shape[3])
             for names, stack in self._layers

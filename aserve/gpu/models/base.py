@@ -111,6 +111,9 @@ class ModelLoader(Protocol):
     def num_weights(self) -> int:
         """The number of elements of all weights."""
 
+    def own_name(self, name: str, /) -> str | None:
+        """Returns the name that the model has for a tensor of the checkpoint; None: it has none."""
+
     def load(self, plan: LoadPlan) -> CausalModel:
         """Builds the model. Weights that do not fit the config or the memory are refused before a
         value is read, as far as that is known by then."""

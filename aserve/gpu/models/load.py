@@ -96,7 +96,7 @@ class NativeLoader:
         with Checkpoint(
             self.model_dir,
             target.device,
-            rename=self._own_name,
+            rename=self.own_name,
             updates=plan.tensors,
             quantization=quantization_of(config.fields),
         ) as checkpoint:
@@ -112,7 +112,7 @@ class NativeLoader:
             with ReadAhead(checkpoint.paths):
                 return build(config, target.wrapped(reader), max_model_len=context_len)
 
-    def _own_name(self, name: str) -> str | None:
+    def own_name(self, name: str, /) -> str | None:
         """Leaves out the modules of multi-token prediction, which are a drafter's, and gives the
         parts of a model the names that they have in older checkpoints, or in other families."""
         num_modules = self.config.fields.integer("num_nextn_predict_layers", default=0, minimum=0)

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.slow
 PROMPTS = ([5, 9, 2], list(range(40)), [7])
 TARGETS = {
     "qwen3.5": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
-    "granite-hybrid-dense": ("in_proj", "out_proj"),
+    "granite-hybrid-dense": ("in_proj", "out_proj", "input_linear", "output_linear"),
+    "lfm2": ("in_proj", "out_proj", "w1", "w2", "w3"),
     "qwen3-next": ("in_proj_qkvz", "in_proj_ba", "out_proj"),
 }
 

@@ -64,6 +64,9 @@ class TransformersLoader:
         num_weights: int = sum(weight.numel() for weight in skeleton.parameters())
         return num_weights
 
+    def own_name(self, name: str, /) -> str | None:
+        return name
+
     def load(self, plan: LoadPlan) -> TransformersModel:
         if plan.target.shard.num_ranks > 1:
             raise ConfigError(
