@@ -134,7 +134,7 @@ def _gemma3(file: Metadata) -> Settings:
     return {
         **_gemma(file, largest=62),
         "rope_local_base_freq": file.number("rope.freq_base_swa", 10_000.0),
-        "sliding_window_pattern": file.integer("attention.sliding_window_pattern", 6),
+        "sliding_window_pattern": 6,  # a layer with full attention behind five with the window
     }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from aserve.errors import ConfigError
+from aserve.errors import UNDECODABLE, ConfigError
 from aserve.gguf.families import GgufFamily, RowOrder
 from aserve.gguf.metadata import Metadata
 
@@ -42,12 +42,14 @@ def file_name(number: int) -> str:
 
 
 def read_table(directory: Path) -> GgufTable | None:
-    """Returns the table, or None for a directory without one."""
+    """Returns the table, or None for a directory without one. Raises ConfigError."""
+    path = directory / TABLE
     try:
-        data = (directory / TABLE).read_bytes()
+        return msgspec.json.decode(path.read_bytes(), type=GgufTable)
     except FileNotFoundError:
         return None
-    return msgspec.json.decode(data, type=GgufTable)
+    except UNDECODABLE as error:
+        raise ConfigError(f"{path} is no table of a GGUF file: {error}") from error
 
 
 def make_table(file: Metadata, family: GgufFamily) -> GgufTable:
@@ -60,9 +62,9 @@ def _tensors(file: Metadata, family: GgufFamily) -> Iterator[tuple[str, GgufTens
     for name, stored in file.tensors.items():
         place, _, suffix = name.rpartition(".")
         module, prefix = place, ""
-        if place.startswith("blk."):
-            number, _, module = name.removeprefix("blk.").partition(".")
-            module, prefix = module.removesuffix(f".{suffix}"), f"model.layers.{number}."
+        number, _, rest = name.removeprefix("blk.").partition(".")
+        if place.startswith("blk.") and number.isdecimal():
+            module, prefix = rest.removesuffix(f".{suffix}"), f"model.layers.{number}."
             if int(number) >= num_layers:  # multi-token prediction
                 continue
         if name in ROPE:  # settings.py reads them

@@ -157,6 +157,22 @@ def test_a_type_that_is_not_read_is_named_with_its_tensor(tmp_path: Path) -> Non
         load_model(made, max_model_len=MAX_MODEL_LEN)
 
 
+def test_a_tensor_that_the_family_does_not_have_is_named(tmp_path: Path) -> None:
+    directory = saved("qwen3", tmp_path / "model")
+    file = write_gguf(directory, tmp_path / "model.gguf", "qwen3")
+    renamed = file.read_bytes().replace(b"blk.0.attn_q_norm", b"blk.x.attn_q_norm")
+    file.write_bytes(renamed)
+    with pytest.raises(ConfigError, match=r"tensor blk.x.attn_q_norm.weight is unknown in .*qwen3"):
+        gguf_model_dir(file)
+
+
+def test_a_table_that_is_none_is_refused(tmp_path: Path) -> None:
+    directory = saved("qwen2", tmp_path / "model")
+    (directory / "gguf.json").write_text('{"num_files": "one"}')
+    with pytest.raises(ConfigError, match=r"gguf.json is no table of a GGUF file: "):
+        load_model(directory, max_model_len=MAX_MODEL_LEN)
+
+
 def test_a_directory_of_a_file_says_how_to_serve_it(tmp_path: Path) -> None:
     (tmp_path / "model-Q4_0.gguf").touch()
     with pytest.raises(ConfigError, match=r"no config.json; to serve model-Q4_0.gguf, name that"):
