@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aserve.engine_core import LocalExecutor
-from aserve.errors import ConfigError
 from aserve.gpu.device.cpu import fused_decoder
 from aserve.gpu.executor import TorchExecutor
 from aserve.messages.base import array_i32
@@ -47,7 +46,7 @@ LOOKED_UP = {"speculative_algorithm": "NGRAM"}
 SETTINGS = {"page_size": 4, "num_pages": 66, "max_num_seqs": 3}
 STEM_LEN, NUM_TOKENS = 75, 12
 KINDS = ("qwen3.5", "qwen3-next", "qwen3.5-moe", "lfm2", "lfm2-indexed", "lfm2-moe")
-SPACES = ("granite-hybrid-dense", "falcon-h1", "nemotron-h-dense", "bamba")
+SPACES = ("granite-hybrid", "granite-hybrid-dense", "falcon-h1", "nemotron-h", "bamba")
 ADAPTED = {**TARGETS, "lfm2-indexed": ("in_proj",)}
 
 FolderOf = Callable[[str], Path]
@@ -115,7 +114,7 @@ def own_of(executor: ParallelExecutor) -> TorchExecutor:
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        *((kind, TP_2) for kind in KINDS),
+        *((kind, TP_2) for kind in KINDS + SPACES),
         *((kind, PP_2) for kind in KINDS + SPACES),
         ("qwen3-next", {**TP_2, "enable_expert_parallel": True}),
         ("qwen3-next", BOTH),
@@ -136,12 +135,6 @@ def test_tokens_are_those_of_one_rank(
     assert served.num_retracted > 0
     assert num_read(served) > 0
     assert served.num_cached > 0
-
-
-@pytest.mark.parametrize("kind", SPACES)
-def test_state_spaces_are_not_divided(kind: str, folder_of: FolderOf, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has layers of Mamba-2, which are not divided"):
-        executor_of(folder_of(kind), tmp_path, **TP_2)
 
 
 @pytest.mark.parametrize("options", [TP_2, PP_2, BOTH], ids=["tp 2", "pp 2", "tp 2 x pp 2"])
@@ -224,10 +217,8 @@ def test_ranks_run_steps_of_recurrent_layers_in_one_call(
     assert forward.call_count == len(two.batches)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [*((kind, PP_2) for kind in ADAPTED), *((kind, TP_2) for kind in ADAPTED if kind in KINDS)],
-)
+@pytest.mark.parametrize("options", [TP_2, PP_2], ids=["tp 2", "pp 2"])
+@pytest.mark.parametrize("kind", ADAPTED)
 async def test_ranks_take_adapters_and_new_weights_of_recurrent_layers(
     kind: str, options: dict[str, Any], folder_of: FolderOf, tmp_path: Path
 ) -> None:

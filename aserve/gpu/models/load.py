@@ -24,9 +24,7 @@ from aserve.gpu.models.config.model import (
     read_fields,
 )
 from aserve.gpu.models.config.quantization import quantization_of
-from aserve.gpu.models.mamba2 import SpaceShape
 from aserve.gpu.models.pooled_families import EncoderFamily, PooledDecoderFamily
-from aserve.gpu.models.recurrent import recurrent_layers_of
 from aserve.gpu.models.registry import (
     FAMILIES,
     Code,
@@ -135,14 +133,6 @@ class NativeLoader:
             return
         weights = Inventory(torch.float32)
         whole = self.family.build(self.config, weights, max_model_len=1)
-        has_spaces = any(isinstance(each.shape, SpaceShape) for each in recurrent_layers_of(whole))
-        if has_spaces and (shard.num_ranks > 1 or shard.experts is not None):
-            raise ConfigError(
-                f"{architecture} has layers of Mamba-2, which are not divided among ranks; leave "
-                "out --tensor-parallel-size, --expert-parallel-size and --enable-dp-attention, or "
-                "take --pipeline-parallel-size",
-                param="tensor_parallel_size",
-            )
         if any(layer.mask is Mask.BLOCK_CAUSAL for layer in whole.layers):
             raise ConfigError(
                 f"{architecture} is a diffusion language model, which cannot be divided among "

@@ -25,20 +25,23 @@ COLUMN_PARALLEL = frozenset(
     {
         *("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"),
         *("w1", "w3"),
-        *("in_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+        *("gate_up_proj", "in_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
         *("in_proj_qkvz", "in_proj_ba", "conv", "conv1d"),
     }
 )
 KV_HEADS = frozenset({"k_proj", "v_proj"})
 ROW_PARALLEL = frozenset({"o_proj", "out_proj", "down_proj", "w2"})
 BY_HEAD = ("self_attn.sinks", "linear_attn.A_log", "linear_attn.dt_bias")  # one number per head
-ON_EVERY_RANK = ("visual.",)  # the encoder of pictures, which runs once for each of them
+# Whole on each rank: the encoder of pictures, and Mamba-2, whose groups of heads share B and C.
+ON_EVERY_RANK = ("visual.", ".mamba.")
 # Fields of the configuration beside `ModelConfig`'s own that are sizes of inner layers.
 EXPERT_SIZE = "moe_intermediate_size"
+SHARED_SIZE = "shared_intermediate_size"  # of Granite 4's MLP beside experts, or in their place
 INNER_SIZES = (
     EXPERT_SIZE,
     "moe_shared_expert_intermediate_size",
     "shared_expert_intermediate_size",
+    SHARED_SIZE,
 )
 # Fields of recurrent layers, whose names only the configurations of their families have.
 DELTA_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
@@ -111,10 +114,11 @@ def shard_of(config: ModelConfig, shard: Shard) -> Shard:
 
 
 def _sections(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The sections of the tensors of recurrent layers: q, k and v of a Gated DeltaNet, and [b ; c ;
-    u] of a short convolution. Qwen3-Next's joined projections have none, because each key head's
-    rows of all kinds stand together there."""
-    sections: dict[str, tuple[int, ...]] = {}
+    """The sections of joined tensors: gate and up of an MLP, q, k and v of a Gated DeltaNet, and [b
+    ; c ; u] of a short convolution. Qwen3-Next's joined projections have none, because each key
+    head's rows of all kinds stand together there."""
+    mlp_size = config.fields.integer(SHARED_SIZE, default=config.intermediate_size)
+    sections: dict[str, tuple[int, ...]] = {"gate_up_proj.weight": (mlp_size, mlp_size)}
     if all(map(config.fields.has, DELTA_HEADS)):
         shape = DeltaShape.of(config.fields)
         qkv = (shape.key_size, shape.key_size, shape.value_size)

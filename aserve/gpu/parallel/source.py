@@ -195,4 +195,4 @@ def for_rank(
 
 def _module(name: str) -> str:
     """The last component, by which the tables are kept; none of them has the empty one."""
-    return "" if name.startswith(ON_EVERY_RANK) else name.rpartition(".")[2]
+    return "" if any(part in name for part in ON_EVERY_RANK) else name.rpartition(".")[2]

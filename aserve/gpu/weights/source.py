@@ -188,7 +188,7 @@ class Shard:
     def is_whole(self, name: str) -> bool:
         """Says whether `name` is of a part that is not divided, whatever `axes` says."""
         is_own = self.has_own_rows and OF_OWN_ROWS.search(name) is not None
-        return is_own or name.startswith(self.whole)
+        return is_own or any(part in name for part in self.whole)
 
     def whole_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the checkpoint's shape of a tensor of which this rank holds `shape`."""
