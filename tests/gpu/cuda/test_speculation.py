@@ -102,7 +102,7 @@ def test_a_decode_step_is_replayed_in_two_parts_and_the_host_waits_for_nothing(
     algorithm = SpecOptions(name.split()[0], bundled_drafters=DRAFTERS_DIR, **DRAFTERS[name])
     wanted = options(algorithm, graph_rows=1, depth=2, lead=2)
     if isinstance(place, FakePlace):
-        monkeypatch.setattr(checkpoint, "_open", FileOfCpu)
+        monkeypatch.setattr(checkpoint, "open_file", FileOfCpu)
         with place.cuda:
             executor = build_on(place.device, wanted)
     else:
