@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 
 from torch import Tensor
@@ -19,6 +20,14 @@ def older_name(name: str) -> str:
     """Returns the name that a tensor has in older checkpoints, by which it is known here."""
     part = next((part for part in PARTS if name.startswith(part)), "")
     return PARTS.get(part, "") + name.removeprefix(part)
+
+
+def renamed(name: str, names: Mapping[str, str]) -> str:
+    """Returns a tensor's name with parts of it replaced. `names` are what takes the place of these
+    regular expressions, in this order."""
+    for stored, own in names.items():
+        name = re.sub(stored, own, name)
+    return name
 
 
 class RenamedWeights:

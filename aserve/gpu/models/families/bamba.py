@@ -10,6 +10,7 @@ from aserve.gpu.models.config.model import ModelConfig
 from aserve.gpu.models.decoder import Attention
 from aserve.gpu.models.decoder_spec import Biases, DecoderSpec
 from aserve.gpu.models.mamba2 import MAMBA2_DEFAULTS, mamba2_spec
+from aserve.gpu.weights.renamed import renamed
 
 DEFAULTS = {
     **MAMBA2_DEFAULTS,
@@ -19,9 +20,9 @@ DEFAULTS = {
 }
 # The checkpoint's names, and those of the decoder.
 RENAMED = {
-    ".feed_forward.": ".mlp.",
-    ".pre_ff_layernorm.": ".post_attention_layernorm.",
-    ".final_layernorm.": ".norm.",
+    r"\.feed_forward\.": ".mlp.",
+    r"\.pre_ff_layernorm\.": ".post_attention_layernorm.",
+    r"\.final_layernorm\.": ".norm.",
 }
 
 
@@ -42,6 +43,4 @@ def bamba(config: ModelConfig) -> DecoderSpec:
 
 def own_name(name: str) -> str:
     """The name that a decoder's layers have for a tensor of a checkpoint."""
-    for stored, own in RENAMED.items():
-        name = name.replace(stored, own)
-    return name
+    return renamed(name, RENAMED)

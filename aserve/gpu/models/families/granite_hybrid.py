@@ -21,6 +21,7 @@ from aserve.gpu.models.families.granite import granite
 from aserve.gpu.models.mamba2 import MAMBA2_DEFAULTS, mamba2_spec
 from aserve.gpu.moe.layer import ExpertsSpec
 from aserve.gpu.moe.routing import Routing, Scores, checked_top_k
+from aserve.gpu.weights.renamed import renamed
 from aserve.gpu.weights.source import WeightSource
 
 MAMBA, ATTENTION = "mamba", "attention"  # the kinds of layers in older files
@@ -35,11 +36,11 @@ DEFAULTS = {
 }
 # The checkpoint's names, and those of the decoder, with and without experts.
 RENAMED = {
-    ".block_sparse_moe.input_linear.weight": ".mlp.experts.gate_up_proj",
-    ".block_sparse_moe.output_linear.weight": ".mlp.experts.down_proj",
-    ".block_sparse_moe.router.layer.": ".mlp.gate.",
-    ".shared_mlp.input_linear.": f".{SHARED}.gate_up_proj.",
-    ".shared_mlp.output_linear.": f".{SHARED}.down_proj.",
+    r"\.block_sparse_moe\.input_linear\.weight": ".mlp.experts.gate_up_proj",
+    r"\.block_sparse_moe\.output_linear\.weight": ".mlp.experts.down_proj",
+    r"\.block_sparse_moe\.router\.layer\.": ".mlp.gate.",
+    r"\.shared_mlp\.input_linear\.": f".{SHARED}.gate_up_proj.",
+    r"\.shared_mlp\.output_linear\.": f".{SHARED}.down_proj.",
 }
 
 
@@ -61,9 +62,7 @@ def granite_hybrid(config: ModelConfig) -> DecoderSpec:
 
 def own_name(name: str) -> str:
     """The name that a decoder's layers have for a tensor of a checkpoint."""
-    for stored, own in RENAMED.items():
-        name = name.replace(stored, own)
-    return name
+    return renamed(name, RENAMED)
 
 
 def _mixers(fields: Fields, num_layers: int) -> tuple[MakeMixer, ...]:

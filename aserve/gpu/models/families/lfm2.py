@@ -8,7 +8,6 @@ Reference: modeling_lfm2.py and modeling_lfm2_moe.py in transformers.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 
 import msgspec
@@ -21,6 +20,7 @@ from aserve.gpu.models.decoder_spec import DecoderSpec, MakeMixer, QkNorm
 from aserve.gpu.models.short_conv import ShortConv
 from aserve.gpu.moe.layer import ExpertNames, ExpertsSpec
 from aserve.gpu.moe.routing import Routing, Scores, checked_top_k
+from aserve.gpu.weights.renamed import renamed
 
 CONV = "conv"
 SHARED_DEFAULTS = {
@@ -81,9 +81,7 @@ def lfm2_moe(config: ModelConfig) -> DecoderSpec:
 
 def own_name(name: str) -> str:
     """The name that a decoder's layers have for a tensor of a checkpoint."""
-    for stored, own in RENAMED.items():
-        name = re.sub(stored, own, name)
-    return name
+    return renamed(name, RENAMED)
 
 
 def _hybrid(config: ModelConfig) -> DecoderSpec:

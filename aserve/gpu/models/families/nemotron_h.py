@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Sequence
 
 from aserve.gpu.layers.no_sublayer import NO_SUBLAYER, NoSublayer
@@ -31,6 +30,7 @@ from aserve.gpu.models.decoder_spec import (
 from aserve.gpu.models.mamba2 import GateNorm, Mamba2Spec, SpaceShape
 from aserve.gpu.moe.layer import ExpertsSpec
 from aserve.gpu.moe.routing import Routing, Scores, checked_top_k, expert_groups
+from aserve.gpu.weights.renamed import renamed
 from aserve.gpu.weights.source import WeightSource
 
 DEFAULTS = {
@@ -97,9 +97,7 @@ def nemotron_h(config: ModelConfig) -> DecoderSpec:
 
 def own_name(name: str) -> str:
     """The name that a decoder's layers have for a tensor of a checkpoint."""
-    for stored, own in RENAMED.items():
-        name = re.sub(stored, own, name)
-    return name
+    return renamed(name, RENAMED)
 
 
 def _kinds(fields: Fields, num_layers: int) -> Sequence[str]:
