@@ -1,5 +1,5 @@
-"""How the families of models that are read from GGUF differ: their configuration in the names of
-Hugging Face, and the names of their tensors.
+"""The families of models that are read from GGUF. They differ in their configuration, which gets
+the names of Hugging Face, and in the names and the order of their tensors.
 
 Source: convert_hf_to_gguf.py of llama.cpp, whose changes of names and values are undone here
 """
@@ -84,8 +84,9 @@ class RowOrder(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class GgufFamily:
-    """`names` are by those of GGUF: of modules in a layer, and of those `around` the layers. Where
-    order_of has something for a module, the file has its rows in another order.
+    """A family has the names of modules in a layer, and of those `around` the layers, by those of
+    GGUF. `order_of` returns the order in which the file has the rows of a module, or None for that
+    of the model.
     """
 
     architecture: str  # in config.json

@@ -29,7 +29,9 @@ class StoredBlocks(msgspec.Struct, frozen=True):
 
 
 class Metadata:
-    """What the files of a model say. `name` in the methods is a key below the architecture's."""
+    """Metadata are what the files of a model say. Methods take a `key` as it is, or a `name` that
+    stands behind the architecture's in a key.
+    """
 
     __slots__ = ("_values", "architecture", "paths", "tensors")
 

@@ -14,6 +14,10 @@ from aserve.gguf.families import GgufFamily, RowOrder
 from aserve.gguf.metadata import Metadata
 
 TABLE = "gguf.json"
+# Modules of recurrent layers: those whose tensors have no suffix in the model, the one of which the
+# file has -exp(x), the one whose inputs are in the file's order, and the norm without an offset.
+WITHOUT_SUFFIX = ("ssm_a", "ssm_dt")
+DECAY, ORDERED_INPUTS, PLAIN_NORM = "ssm_a", "ssm_out", "ssm_norm"
 ROPE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
@@ -75,7 +79,7 @@ def _tensors(file: Metadata, family: GgufFamily) -> Iterator[tuple[str, GgufTens
                 f"{file.paths[0]}: tensor {name} is unknown in the architecture "
                 f"{file.architecture!r}; a newer converter may have written the file"
             )
-        is_shifted = module.endswith("norm") and module != "ssm_norm"
+        is_shifted = module.endswith("norm") and module != PLAIN_NORM
         tensor = GgufTensor(
             stored.file,
             stored.kind,
@@ -83,12 +87,12 @@ def _tensors(file: Metadata, family: GgufFamily) -> Iterator[tuple[str, GgufTens
             stored.at,
             stored.size,
             order=family.order_of(file, module) if prefix else None,
-            has_columns=module == "ssm_out",
+            has_columns=module == ORDERED_INPUTS,
             offset=-family.norm_offset if is_shifted else 0.0,
-            is_decay=module == "ssm_a",
+            is_decay=module == DECAY,
         )
-        has_suffix = module not in ("ssm_a", "ssm_dt")
-        yield from _parts(f"{prefix}{own}.{suffix}" if has_suffix else f"{prefix}{own}", tensor)
+        ending = "" if module in WITHOUT_SUFFIX else f".{suffix}"
+        yield from _parts(f"{prefix}{own}{ending}", tensor)
 
 
 def _parts(name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:

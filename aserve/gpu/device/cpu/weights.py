@@ -107,7 +107,7 @@ def _with_codes(format_: WeightFormat, request: WeightRequest, isa: CpuIsa) -> W
         return format_
     from aserve.gpu.device.cpu.kernel_linear import with_codes
 
-    about = f"{format_.about}, layers of 4 bits as they are"
+    about = f"{format_.about}, quantized layers as they are"
     return replace(format_, prepare=with_codes(format_.prepare), about=about, kept_bits=BITS)
 
 
