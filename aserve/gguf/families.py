@@ -14,6 +14,8 @@ import msgspec
 
 from aserve.gguf.metadata import Metadata
 
+# The names of modules in a layer, or around the layers, by those of GGUF. `{}` is the number of an
+# expert: the file has the tensors of all experts as one.
 LAYER: Mapping[str, str] = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -43,6 +45,29 @@ EXPERTS: Mapping[str, str] = {
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
+GATED_SHARED: Mapping[str, str] = {  # an MLP that all tokens share beside the experts
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+SHARED_EXPERTS: Mapping[str, str] = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+CORRECTED_EXPERTS: Mapping[str, str] = {
+    **EXPERTS,
+    "post_attention_norm": "post_attention_layernorm",
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
+    **SHARED_EXPERTS,
+}
+MIXTRAL: Mapping[str, str] = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
 SHORT_CONV: Mapping[str, str] = {
     "attn_norm": "operator_norm",
     "attn_q_norm": "self_attn.q_layernorm",
@@ -56,6 +81,13 @@ SHORT_CONV: Mapping[str, str] = {
     "shortconv.conv": "conv.conv",
     "shortconv.out_proj": "conv.out_proj",
 }
+SHORT_CONV_EXPERTS: Mapping[str, str] = {
+    "ffn_gate_inp": "feed_forward.gate",
+    "exp_probs_b": "feed_forward.expert_bias",
+    "ffn_gate_exps": "feed_forward.experts.{}.w1",
+    "ffn_up_exps": "feed_forward.experts.{}.w3",
+    "ffn_down_exps": "feed_forward.experts.{}.w2",
+}
 DELTA: Mapping[str, str] = {
     "post_attention_norm": "post_attention_layernorm",
     "attn_qkv": "linear_attn.in_proj_qkv",
@@ -67,6 +99,20 @@ DELTA: Mapping[str, str] = {
     "ssm_out": "linear_attn.out_proj",
     "ssm_a": "linear_attn.A_log",
     "ssm_dt": "linear_attn.dt_bias",
+}
+MAMBA: Mapping[str, str] = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_dt": "mamba.dt_bias",
+    "ssm_a": "mamba.A_log",
+    "ssm_d": "mamba.D",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+}
+SHARED_ALONE: Mapping[str, str] = {  # layers without experts
+    "ffn_gate": "mlp.shared_experts.gate_proj",
+    "ffn_up": "mlp.shared_experts.up_proj",
+    "ffn_down": "mlp.shared_experts.down_proj",
 }
 Settings = dict[str, object]
 
@@ -82,11 +128,14 @@ class RowOrder(msgspec.Struct, frozen=True):
     first: int = 0
 
 
+OrderOf = Callable[[Metadata, str, int], RowOrder | None]
+
+
 @dataclass(frozen=True, slots=True)
 class GgufFamily:
     """A family has the names of modules in a layer, and of those `around` the layers, by those of
-    GGUF. `order_of` returns the order in which the file has the rows of a module, or None for that
-    of the model.
+    GGUF. `order_of` returns the order in which the file has the rows of a module, of which there
+    are so many, or None for that of the model.
     """
 
     architecture: str  # in config.json
@@ -95,7 +144,7 @@ class GgufFamily:
     names: Mapping[str, str] = field(default_factory=lambda: LAYER)
     around: Mapping[str, str] = field(default_factory=lambda: AROUND)
     norm_offset: float = 0.0  # that the file's norms have beside the model's
-    order_of: Callable[[Metadata, str], RowOrder | None] = lambda _file, _module: None
+    order_of: OrderOf = lambda _file, _module, _rows: None
 
 
 def _nothing(_file: Metadata) -> Settings:
@@ -108,6 +157,44 @@ def _qwen3_moe(file: Metadata) -> Settings:
         "num_experts_per_tok": file.integer("expert_used_count"),
         "moe_intermediate_size": file.integer("expert_feed_forward_length"),
         "norm_topk_prob": True,
+    }
+
+
+def _qwen2_moe(file: Metadata) -> Settings:
+    shared_rows = file.tensors["blk.0.ffn_gate_shexp.weight"].shape[0]
+    return {
+        **_qwen3_moe(file),
+        "norm_topk_prob": False,
+        "shared_expert_intermediate_size": shared_rows,
+    }
+
+
+def _routed(file: Metadata) -> Settings:
+    """Experts as those of DeepSeek-V3."""
+    return {
+        "n_routed_experts": file.integer("expert_count"),
+        "num_experts_per_tok": file.integer("expert_used_count"),
+        "moe_intermediate_size": file.integer("expert_feed_forward_length"),
+        "n_group": file.integer("expert_group_count", 1),
+        "topk_group": file.integer("expert_group_used_count", 1),
+        "norm_topk_prob": file.flag("expert_weights_norm", default=True),
+        "routed_scaling_factor": file.number("expert_weights_scale", 1.0),
+    }
+
+
+def _glm4_moe(file: Metadata) -> Settings:
+    return {
+        **_routed(file),
+        "n_shared_experts": file.integer("expert_shared_count"),
+        "first_k_dense_replace": file.integer("leading_dense_block_count", 0),
+        "use_qk_norm": file.is_in_layers("attn_q_norm.weight"),
+    }
+
+
+def _mixtral(file: Metadata) -> Settings:
+    return {
+        "num_local_experts": file.integer("expert_count"),
+        "num_experts_per_tok": file.integer("expert_used_count"),
     }
 
 
@@ -161,7 +248,6 @@ def _granite(file: Metadata) -> Settings:
 def _lfm2(file: Metadata) -> Settings:
     by_layer = file.integers("attention.head_count_kv")
     return {
-        "num_key_value_heads": max(by_layer),
         "layer_types": ["full_attention" if heads else "conv" for heads in by_layer],
         "norm_eps": file.number("attention.layer_norm_rms_epsilon"),
         "conv_L_cache": file.integer("shortconv.l_cache"),
@@ -169,11 +255,105 @@ def _lfm2(file: Metadata) -> Settings:
     }
 
 
+def _lfm2_moe(file: Metadata) -> Settings:
+    return {
+        **_lfm2(file),
+        **_qwen3_moe(file),
+        "num_dense_layers": file.integer("leading_dense_block_count", 0),
+        "use_expert_bias": file.is_in_layers("exp_probs_b.bias"),
+    }
+
+
+def _kinds(file: Metadata, modules: Mapping[str, str], *, others: str) -> list[str]:
+    """Returns the kind of each layer, by a module that layers of this kind alone have."""
+    return [
+        next(
+            (
+                kind
+                for module, kind in modules.items()
+                if f"blk.{layer}.{module}.weight" in file.tensors
+            ),
+            others,
+        )
+        for layer in range(file.num_layers)
+    ]
+
+
+def _mamba(file: Metadata) -> Settings:
+    num_heads, size = file.integer("ssm.time_step_rank"), file.integer("ssm.inner_size")
+    return {
+        "mamba_d_conv": file.integer("ssm.conv_kernel"),
+        "mamba_d_head": size // num_heads,
+        "mamba_d_state": file.integer("ssm.state_size"),
+        "mamba_expand": size // file.integer("embedding_length"),
+        "mamba_n_groups": file.integer("ssm.group_count"),
+        "mamba_n_heads": num_heads,
+        "mamba_conv_bias": file.is_in_layers("ssm_conv1d.bias"),
+        "mamba_proj_bias": file.is_in_layers("ssm_in.bias"),
+    }
+
+
+def _granite_hybrid(file: Metadata) -> Settings:
+    return {
+        **_granite(file),
+        **_mamba(file),
+        "has_joined_shared": False,
+        "layer_types": _kinds(file, {"attn_q": "attention"}, others="mamba"),
+        "num_local_experts": file.integer("expert_count", 0),
+        "num_experts_per_tok": file.integer("expert_used_count", 0) or None,
+        "shared_intermediate_size": file.integer("expert_shared_feed_forward_length"),
+        "position_embedding_type": "rope" if file.flag("rope.scaling.finetuned") else "nope",
+    }
+
+
+def _nemotron_h(file: Metadata) -> Settings:
+    mamba = _mamba(file)
+    modules = {"ssm_in": "mamba", "attn_q": "attention", "ffn_gate_inp": "moe"}
+    ups = [file.tensors.get(f"blk.{layer}.ffn_up.weight") for layer in range(file.num_layers)]
+    settings: Settings = {
+        "intermediate_size": max((up.shape[0] for up in ups if up is not None), default=None),
+        "conv_kernel": mamba["mamba_d_conv"],
+        "layers_block_type": _kinds(file, modules, others="mlp"),
+        "layer_norm_epsilon": file.number("attention.layer_norm_epsilon"),
+        "mamba_head_dim": mamba["mamba_d_head"],
+        "mamba_num_heads": mamba["mamba_n_heads"],
+        "mlp_bias": file.is_in_layers("ffn_up.bias"),
+        "n_groups": mamba["mamba_n_groups"],
+        "ssm_state_size": mamba["mamba_d_state"],
+        "partial_rotary_factor": None,  # no positions at all
+        "use_bias": mamba["mamba_proj_bias"],
+        "use_conv_bias": mamba["mamba_conv_bias"],
+        "moe_latent_size": file.integer("moe_latent_size", 0) or None,
+    }
+    if not file.integer("expert_count", 0):
+        return settings
+    shared_size = file.integer("expert_shared_feed_forward_length")
+    return settings | _routed(file) | {"moe_shared_expert_intermediate_size": shared_size}
+
+
+def _falcon_h1(file: Metadata) -> Settings:
+    """Weights have the model's factors in them."""
+    return {
+        **_mamba(file),
+        "mamba_d_ssm": file.integer("ssm.inner_size"),
+        "mamba_norm_before_gate": False,
+        "mamba_rms_norm": file.is_in_layers("ssm_norm.weight"),
+        "mlp_bias": file.is_in_layers("ffn_up.bias"),
+        "projectors_bias": file.is_in_layers("ssm_out.bias"),
+    }
+
+
 def _qwen35(file: Metadata) -> Settings:
     num_values = file.integer("ssm.time_step_rank")
+    interval = file.integer("full_attention_interval")
+    is_linear = [(layer + 1) % interval != 0 for layer in range(file.num_layers)]
+    if file.has("attention.recurrent_layers"):
+        is_linear = [bool(each) for each in file.integers("attention.recurrent_layers")]
     return {
-        "full_attention_interval": file.integer("full_attention_interval"),
-        "num_hidden_layers": file.integer("block_count") - file.integer("nextn_predict_layers", 0),
+        "layer_types": [
+            "linear_attention" if each else "full_attention"
+            for each in is_linear[: file.num_layers]
+        ],
         "linear_conv_kernel_dim": file.integer("ssm.conv_kernel"),
         "linear_key_head_dim": file.integer("ssm.state_size"),
         "linear_num_key_heads": file.integer("ssm.group_count"),
@@ -182,7 +362,11 @@ def _qwen35(file: Metadata) -> Settings:
     }
 
 
-def _neighbours(file: Metadata, module: str) -> RowOrder | None:
+def _qwen35_moe(file: Metadata) -> Settings:
+    return {**_qwen35(file), **_qwen2_moe(file), "norm_topk_prob": True}
+
+
+def _neighbours(file: Metadata, module: str, rows: int) -> RowOrder | None:
     """Rope rotates neighbouring elements of a head in the file, and those half a head apart in the
     model."""
     num_heads = file.integer("attention.head_count")
@@ -190,11 +374,10 @@ def _neighbours(file: Metadata, module: str) -> RowOrder | None:
         num_heads = file.integer("attention.head_count_kv", num_heads)
     elif module != "attn_q":
         return None
-    rows = file.tensors[f"blk.0.{module}.weight"].shape[0]
     return RowOrder(num_heads, rows // num_heads // 2, 2, 1)
 
 
-def _tiled(file: Metadata, module: str) -> RowOrder | None:
+def _tiled(file: Metadata, module: str, _rows: int) -> RowOrder | None:
     """The file has the first value head of each key head, then their second ones, and so on."""
     num_keys, num_values = file.integer("ssm.group_count"), file.integer("ssm.time_step_rank")
     first, head_dim = 0, file.integer("ssm.inner_size") // num_values
@@ -207,8 +390,22 @@ def _tiled(file: Metadata, module: str) -> RowOrder | None:
     return RowOrder(1, num_values // num_keys, num_keys, head_dim, first)
 
 
+NEMOTRON_H = GgufFamily(
+    "NemotronHForCausalLM",
+    "nemotron_h",
+    _nemotron_h,
+    {
+        **LAYER,
+        **MAMBA,
+        **EXPERTS,
+        **SHARED_EXPERTS,
+        "exp_probs_b": "mlp.gate.e_score_correction_bias",
+        "attn_norm": "norm",
+    },
+)
 FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
     {
+        "falcon-h1": GgufFamily("FalconH1ForCausalLM", "falcon_h1", _falcon_h1, {**LAYER, **MAMBA}),
         "gemma2": GgufFamily(
             *("Gemma2ForCausalLM", "gemma2", _gemma2, {**LAYER, **NORMS_AROUND}), norm_offset=1.0
         ),
@@ -216,26 +413,62 @@ FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
             *("Gemma3ForCausalLM", "gemma3_text", _gemma3, {**LAYER, **NORMS_AROUND}),
             norm_offset=1.0,
         ),
+        "glm4moe": GgufFamily(
+            "Glm4MoeForCausalLM", "glm4_moe", _glm4_moe, {**LAYER, **CORRECTED_EXPERTS}
+        ),
         "granite": GgufFamily("GraniteForCausalLM", "granite", _granite, order_of=_neighbours),
+        "granitehybrid": GgufFamily(
+            *("GraniteMoeHybridForCausalLM", "granitemoehybrid", _granite_hybrid),
+            {**LAYER, **MAMBA, **EXPERTS, **SHARED_ALONE, **SHARED_EXPERTS},
+            order_of=_neighbours,
+        ),
         "lfm2": GgufFamily(
             *("Lfm2ForCausalLM", "lfm2", _lfm2, {**LAYER, **SHORT_CONV}),
             {**AROUND, "token_embd_norm": "model.embedding_norm"},
         ),
+        "lfm2moe": GgufFamily(
+            "Lfm2MoeForCausalLM",
+            "lfm2_moe",
+            _lfm2_moe,
+            {**LAYER, **SHORT_CONV, **SHORT_CONV_EXPERTS},
+            {**AROUND, "token_embd_norm": "model.embedding_norm"},
+        ),
         "llama": GgufFamily("LlamaForCausalLM", "llama", _nothing, order_of=_neighbours),
+        "nemotron_h": NEMOTRON_H,
+        "nemotron_h_moe": NEMOTRON_H,
         "olmo2": GgufFamily("Olmo2ForCausalLM", "olmo2", _nothing, {**LAYER, **NORMS_AROUND}),
         "phi3": GgufFamily(
             *("Phi3ForCausalLM", "phi3", _phi3),
             {**LAYER, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
         ),
         "qwen2": GgufFamily("Qwen2ForCausalLM", "qwen2", _nothing),
+        "qwen2moe": GgufFamily(
+            *("Qwen2MoeForCausalLM", "qwen2_moe", _qwen2_moe), {**LAYER, **EXPERTS, **GATED_SHARED}
+        ),
         "qwen3": GgufFamily("Qwen3ForCausalLM", "qwen3", _nothing),
         "qwen35": GgufFamily(
             *("Qwen3_5ForCausalLM", "qwen3_5_text", _qwen35, {**LAYER, **DELTA}),
             norm_offset=1.0,
             order_of=_tiled,
         ),
+        "qwen35moe": GgufFamily(
+            *("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _qwen35_moe),
+            {**LAYER, **DELTA, **EXPERTS, **GATED_SHARED},
+            norm_offset=1.0,
+            order_of=_tiled,
+        ),
         "qwen3moe": GgufFamily(
             "Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe, {**LAYER, **EXPERTS}
         ),
+    }
+)
+
+# Those that have experts of an architecture which others have without them.
+WITH_EXPERTS: Mapping[str, GgufFamily] = MappingProxyType(
+    {
+        "llama": GgufFamily(
+            *("MixtralForCausalLM", "mixtral", _mixtral, {**LAYER, **MIXTRAL}),
+            order_of=_neighbours,
+        )
     }
 )

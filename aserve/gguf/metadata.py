@@ -46,9 +46,21 @@ class Metadata:
         self._values = values
         self.architecture = self.text("general.architecture")
 
+    @property
+    def num_layers(self) -> int:
+        """Without those of multi-token prediction, which follow."""
+        return self.integer("block_count") - self.integer("nextn_predict_layers", 0)
+
     def get(self, key: str) -> object:
         """Returns the value of a whole key, or None."""
         return self._values.get(key)
+
+    def has(self, name: str) -> bool:
+        return self._own(name) is not None
+
+    def is_in_layers(self, name: str) -> bool:
+        """Returns whether some layer has a tensor of this name."""
+        return any(f"blk.{layer}.{name}" in self.tensors for layer in range(self.num_layers))
 
     def text(self, key: str) -> str:
         value = self._values.get(key)
@@ -66,12 +78,17 @@ class Metadata:
         return integers
 
     def integer(self, name: str, default: int | None = None) -> int:
+        """Returns a value that layers share. A layer with 0 lacks what it is of."""
         if default is not None and self._own(name) is None:
             return default
-        distinct = {*self.integers(name)}
-        if len(distinct) != 1:
+        distinct = {*self.integers(name)} - {0}
+        if len(distinct) > 1:
             self.refuse(name, self._own(name), "the same integer for all layers")
-        return distinct.pop()
+        return max(distinct, default=0)
+
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        value = self._own(name)
+        return default if value is None else bool(value)
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self._own(name)

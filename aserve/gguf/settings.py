@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from aserve.errors import ConfigError
-from aserve.gguf.families import FAMILIES, GgufFamily, Settings
+from aserve.gguf.families import FAMILIES, WITH_EXPERTS, GgufFamily, Settings
 from aserve.gguf.metadata import Metadata
 
 # Texts of tokens behind which a model stops, whatever token the metadata name: those that
@@ -24,6 +24,8 @@ TOKENS = "tokenizer.ggml.tokens"
 
 def family_of(file: Metadata) -> GgufFamily:
     family = FAMILIES.get(file.architecture)
+    if file.integer("expert_count", 0):
+        family = WITH_EXPERTS.get(file.architecture, family)
     if family is None:
         raise ConfigError(
             f"{file.paths[0]}: GGUF files of the architecture {file.architecture!r} are not read, "
@@ -44,24 +46,23 @@ def config_of(file: Metadata, *, dtype: str, is_quantized: bool) -> Settings:
         "vocab_size": embedding.shape[0],
         "hidden_size": file.integer("embedding_length"),
         "intermediate_size": file.integer("feed_forward_length"),
-        "num_hidden_layers": file.integer("block_count"),
+        "num_hidden_layers": file.num_layers,
         "num_attention_heads": file.integer("attention.head_count"),
+        "num_key_value_heads": file.integer(
+            "attention.head_count_kv", file.integer("attention.head_count")
+        ),
         "head_dim": head_dim,
         "partial_rotary_factor": rotary_dim / head_dim,
         "max_position_embeddings": file.integer("context_length"),
-        "rms_norm_eps": file.number("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": _norm_eps(file),
         "rope_theta": file.number("rope.freq_base", 10_000.0),
         "rope_scaling": _rope_scaling(file),
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "attention_bias": file.is_in_layers("attn_q.bias"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "eos_token_id": file.get("tokenizer.ggml.eos_token_id"),
         "bos_token_id": file.get("tokenizer.ggml.bos_token_id"),
         "dtype": dtype,
     }
-    if family.model_type != "lfm2":
-        config["num_key_value_heads"] = file.integer(
-            "attention.head_count_kv", file.integer("attention.head_count")
-        )
     if is_quantized:
         config["quantization_config"] = {"quant_method": "gguf"}
     return {
@@ -138,3 +139,8 @@ def _divisors(file: Metadata, name: str) -> list[float] | None:
     count = stored.size // np.dtype(np.float32).itemsize
     values = np.fromfile(file.paths[stored.file], np.float32, count=count, offset=stored.at)
     return [float(value) for value in values]
+
+
+def _norm_eps(file: Metadata) -> float:
+    name = "attention.layer_norm_epsilon"
+    return file.number(name if file.has(name) else "attention.layer_norm_rms_epsilon")

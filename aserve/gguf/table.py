@@ -4,6 +4,7 @@ and what the converter has done to its values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,10 +15,12 @@ from aserve.gguf.families import GgufFamily, RowOrder
 from aserve.gguf.metadata import Metadata
 
 TABLE = "gguf.json"
-# Modules of recurrent layers: those whose tensors have no suffix in the model, the one of which the
+SUFFIXES = ("weight", "bias")  # a tensor without one is a weight
+# Modules whose tensors have no suffix in the model; and of recurrent layers the one of which the
 # file has -exp(x), the one whose inputs are in the file's order, and the norm without an offset.
-WITHOUT_SUFFIX = ("ssm_a", "ssm_dt")
+WITHOUT_SUFFIX = ("ssm_a", "ssm_d", "ssm_dt", "exp_probs_b")
 DECAY, ORDERED_INPUTS, PLAIN_NORM = "ssm_a", "ssm_out", "ssm_norm"
+VECTORS = ("ssm_a", "ssm_d", "ssm_norm")  # which may have two dimensions in the file
 ROPE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
@@ -62,14 +65,13 @@ def make_table(file: Metadata, family: GgufFamily) -> GgufTable:
 
 
 def _tensors(file: Metadata, family: GgufFamily) -> Iterator[tuple[str, GgufTensor]]:
-    num_layers = file.integer("block_count") - file.integer("nextn_predict_layers", 0)
     for name, stored in file.tensors.items():
         place, _, suffix = name.rpartition(".")
         module, prefix = place, ""
         number, _, rest = name.removeprefix("blk.").partition(".")
         if place.startswith("blk.") and number.isdecimal():
             module, prefix = rest.removesuffix(f".{suffix}"), f"model.layers.{number}."
-            if int(number) >= num_layers:  # multi-token prediction
+            if int(number) >= file.num_layers:  # multi-token prediction
                 continue
         if name in ROPE:  # settings.py reads them
             continue
@@ -79,14 +81,15 @@ def _tensors(file: Metadata, family: GgufFamily) -> Iterator[tuple[str, GgufTens
                 f"{file.paths[0]}: tensor {name} is unknown in the architecture "
                 f"{file.architecture!r}; a newer converter may have written the file"
             )
+        suffix = suffix if suffix in SUFFIXES else SUFFIXES[0]
         is_shifted = module.endswith("norm") and module != PLAIN_NORM
         tensor = GgufTensor(
             stored.file,
             stored.kind,
-            stored.shape,
+            (math.prod(stored.shape),) if module in VECTORS else stored.shape,
             stored.at,
             stored.size,
-            order=family.order_of(file, module) if prefix else None,
+            order=family.order_of(file, module, stored.shape[0]) if prefix else None,
             has_columns=module == ORDERED_INPUTS,
             offset=-family.norm_offset if is_shifted else 0.0,
             is_decay=module == DECAY,
@@ -98,7 +101,9 @@ def _tensors(file: Metadata, family: GgufFamily) -> Iterator[tuple[str, GgufTens
 def _parts(name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
     """Yields a tensor, or those of the experts of which it is made."""
     first, *rest = tensor.shape
-    if "{}" in name:
+    if name.endswith("shared_expert_gate.weight") and not rest:  # older converters drop the 1
+        yield name, msgspec.structs.replace(tensor, shape=(1, first))
+    elif "{}" in name:
         size = tensor.size // first
         for number in range(first):
             at = tensor.at + number * size

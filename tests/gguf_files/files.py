@@ -19,8 +19,20 @@ from safetensors.torch import load_file
 Values = npt.NDArray[np.float32]
 Tensors = Iterator[tuple[str, Values]]
 SUFFIXES = (".weight", ".bias")
-NEIGHBOURS = ("llama", "granite")
-ADDS_ONE = ("gemma2", "gemma3", "qwen35")
+NEIGHBOURS = ("llama", "granite", "granitehybrid")
+ADDS_ONE = ("gemma2", "gemma3", "qwen35", "qwen35moe")
+# Tensors that have a name each in GGUF, by their ends, in order of their rows.
+HALVES = {
+    ".block_sparse_moe.input_linear.weight": (".mlp.experts.gate_proj", ".mlp.experts.up_proj"),
+    ".block_sparse_moe.output_linear.weight": (".mlp.experts.down_proj",),
+    ".shared_mlp.input_linear.weight": (
+        ".mlp.shared_experts.gate_proj",
+        ".mlp.shared_experts.up_proj",
+    ),
+    ".shared_mlp.output_linear.weight": (".mlp.shared_experts.down_proj",),
+    ".block_sparse_moe.router.layer.weight": (".mlp.gate",),
+}
+JOINED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 def write_gguf(
@@ -56,7 +68,7 @@ def write_gguf(
 
 
 def _add_sizes(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
-    num_layers, num_heads = config["num_hidden_layers"], config["num_attention_heads"]
+    num_layers, num_heads = _num_layers(config), config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
     rope = config.get("rope_parameters") or {}
     full = rope.get("full_attention", rope)
@@ -66,7 +78,8 @@ def _add_sizes(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
     writer.add_block_count(num_layers)
     writer.add_head_count(num_heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
+    eps = (config.get(name) for name in ("rms_norm_eps", "norm_eps", "layer_norm_epsilon"))
+    writer.add_layer_norm_rms_eps(next(filter(None, eps)))
     writer.add_rope_freq_base(full.get("rope_theta", 10_000.0))
     if arch == "phi3":
         writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
@@ -80,7 +93,30 @@ def _add_sizes(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
     trained_len = config.get("original_max_position_embeddings") or trained_len
     if trained_len and rope.get("rope_type") != "llama3":
         writer.add_rope_scaling_orig_ctx_len(trained_len)
+    if "attention_multiplier" in config:  # Granite
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
     _add_own(writer, config, arch)
+
+
+def _add_mamba(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
+    num_heads = config.get("mamba_n_heads") or config["mamba_num_heads"]
+    head_dim = config.get("mamba_d_head") or config["mamba_head_dim"]
+    writer.add_ssm_conv_kernel(config.get("mamba_d_conv") or config["conv_kernel"])
+    writer.add_ssm_state_size(config.get("mamba_d_state") or config["ssm_state_size"])
+    writer.add_ssm_group_count(config.get("mamba_n_groups") or config["n_groups"])
+    writer.add_ssm_time_step_rank(num_heads)
+    writer.add_ssm_inner_size(num_heads * head_dim)
+    if arch.startswith("nemotron_h"):
+        writer.kv_data[0].pop(f"{arch}.attention.layer_norm_rms_epsilon")
+        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+        writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
+    if arch == "granitehybrid":
+        writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
 
 
 def _add_own(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
@@ -88,19 +124,20 @@ def _add_own(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
         case "gemma2":
             writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
             writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-        case "granite":
-            writer.add_attention_scale(config["attention_multiplier"])
-            writer.add_embedding_scale(config["embedding_multiplier"])
-            writer.add_residual_scale(config["residual_multiplier"])
-            writer.add_logit_scale(config["logits_scaling"])
-        case "qwen3moe":
-            writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
-            writer.add_expert_used_count(config["num_experts_per_tok"])
-            writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-        case "qwen35":
-            num_values = config["linear_num_value_heads"]
-            distance = config["layer_types"].index("full_attention") + 1
-            writer.add_full_attention_interval(distance)
+        case "granitehybrid" | "falcon-h1" | "nemotron_h" | "nemotron_h_moe":
+            _add_mamba(writer, config, arch)
+        case "glm4moe":
+            writer.add_expert_shared_count(config["n_shared_experts"])
+            writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+            writer.add_expert_weights_scale(config["routed_scaling_factor"])
+            writer.add_expert_weights_norm(config["norm_topk_prob"])
+            writer.add_rope_dimension_count(config["head_dim"] // 2)
+        case "qwen35" | "qwen35moe":
+            num_values, kinds = config["linear_num_value_heads"], config["layer_types"]
+            writer.add_full_attention_interval(kinds.index("full_attention") + 1)
+            if arch == "qwen35moe":
+                is_linear = [each == "linear_attention" for each in kinds]
+                writer.add_array(f"{arch}.attention.recurrent_layers", is_linear)
             writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
             writer.add_ssm_state_size(config["linear_key_head_dim"])
             writer.add_ssm_group_count(config["linear_num_key_heads"])
@@ -109,13 +146,20 @@ def _add_own(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
             head_dim = config["head_dim"]
             part = config["rope_parameters"]["partial_rotary_factor"]
             writer.add_rope_dimension_count(int(part * head_dim))
-        case "lfm2":
+        case "lfm2" | "lfm2moe":
             count = config["num_key_value_heads"]
             kinds = config["layer_types"]
             by_layer = [count if each == "full_attention" else 0 for each in kinds]
-            writer.kv_data[0].pop("lfm2.attention.head_count_kv")
+            writer.kv_data[0].pop(f"{arch}.attention.head_count_kv")
             writer.add_head_count_kv(by_layer)
             writer.add_shortconv_l_cache(config["conv_L_cache"])
+            writer.add_leading_dense_block_count(config.get("num_dense_layers", 0))
+    counts = ("num_experts", "num_local_experts", "n_routed_experts")
+    if (count := next(filter(None, map(config.get, counts)), None)) is not None:
+        writer.add_expert_count(count)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        size = config.get("moe_intermediate_size") or config["intermediate_size"]
+        writer.add_expert_feed_forward_length(size)
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
 
@@ -145,10 +189,16 @@ def _add_tokenizer(writer: GGUFWriter, directory: Path, config: dict[str, Any]) 
 
 def _tensors(directory: Path, config: dict[str, Any], arch: str) -> Tensors:
     number = {name: number for number, name in MODEL_ARCH_NAMES.items()}[arch]
-    names = get_tensor_name_map(number, config["num_hidden_layers"])
+    names = get_tensor_name_map(number, _num_layers(config))
     for name, values in _joined(directory):
         values = _changed(name, values, config, arch)
         dotted = name.replace(".dt_bias", ".dt_proj.bias")
+        if ".mixer.experts." in name:
+            dotted = name.replace("backbone", "model").replace("mixer", "mlp")
+        dotted = dotted.replace("score_correction_bias", "score_correction.bias")
+        dotted = dotted.replace(".expert_bias", ".expert_bias.bias")
+        if "experts.w" in name:
+            dotted = name.removeprefix("model.").replace("block_sparse_moe", "feed_forward")
         found = names.get_name(dotted, try_suffixes=SUFFIXES)
         assert found is not None, name
         yield found, np.ascontiguousarray(values)
@@ -169,9 +219,19 @@ def _joined(directory: Path) -> Tensors:
     ):
         values = stored[name].float().numpy()
         before, found, after = name.partition(".experts.")
-        if found:
-            number, _, part = after.partition(".")
-            assert number.isdigit()
+        layer = ".".join(name.split(".")[:3])
+        if (ending := name.removeprefix(layer)) in HALVES:
+            for part, own in zip(
+                HALVES[ending], np.split(values, len(HALVES[ending]), -2), strict=True
+            ):
+                yield f"{layer}{part}.weight", own
+        elif after in JOINED:
+            for part, own in zip(
+                JOINED[after], np.split(values, len(JOINED[after]), 1), strict=True
+            ):
+                yield f"{before}.experts.{part}.weight", own
+        elif found:
+            _number, _, part = after.partition(".")
             experts.setdefault(f"{before}.experts.{part}", []).append(values)
         else:
             yield name, values
@@ -179,8 +239,8 @@ def _joined(directory: Path) -> Tensors:
         yield name, np.stack(parts)
 
 
-def _numbers(name: str) -> list[int]:
-    return [int(part) for part in name.split(".") if part.isdigit()]
+def _num_layers(config: dict[str, Any]) -> int:
+    return config.get("num_hidden_layers") or len(config["layers_block_type"])
 
 
 def _changed(name: str, values: Values, config: dict[str, Any], arch: str) -> Values:
@@ -188,11 +248,15 @@ def _changed(name: str, values: Values, config: dict[str, Any], arch: str) -> Va
         return values + 1
     if "linear_attn" in name:
         return _changed_delta(name, values, config)
+    if name.endswith(("A_log", ".D")):
+        return (-np.exp(values) if name.endswith("A_log") else values)[:, np.newaxis]
+    if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+        return values.reshape(config.get("mamba_n_groups") or config["n_groups"], -1)
     if arch in NEIGHBOURS and ("q_proj" in name or "k_proj" in name):
         heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
         halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
         return halves.swapaxes(1, 2).reshape(values.shape)
-    return values.squeeze(1) if name.endswith("conv.conv.weight") else values
+    return values.squeeze(1) if name.endswith(("conv.conv.weight", "conv1d.weight")) else values
 
 
 def _changed_delta(name: str, values: Values, config: dict[str, Any]) -> Values:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
@@ -25,6 +26,14 @@ from tests.parity.references import VOCAB_SIZE, new_model
 
 MAX_MODEL_LEN = 64
 SAME_WIDTH: dict[str, Any] = {"hidden_size": 64}  # as GGUF has it: that of all heads together
+# As the file has them, whose weights have the factors in them.
+NO_FACTORS: dict[str, Any] = {
+    **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier", "key_multiplier"), 1.0),
+    **dict.fromkeys(("embedding_multiplier", "lm_head_multiplier", "ssm_in_multiplier"), 1.0),
+    "mlp_multipliers": [1.0, 1.0],
+    "ssm_multipliers": [1.0] * 5,
+    "ssm_out_multiplier": 1.0,
+}
 NO_RULE: dict[str, Any] = {"query_pre_attn_scalar": 16}  # that of all but the largest Gemma
 
 # (kind of tests/parity/references.py, what differs from it, architecture of GGUF)
@@ -34,16 +43,27 @@ KINDS: list[tuple[str, dict[str, Any], str]] = [
     ("llama-linear", {}, "llama"),
     ("llama-yarn", {}, "llama"),
     ("llama-llama3", {}, "llama"),
+    ("falcon-h1", NO_FACTORS, "falcon-h1"),
+    ("falcon-h1-late-norm", NO_FACTORS, "falcon-h1"),
     ("gemma2", NO_RULE, "gemma2"),
     ("gemma3", {**NO_RULE, "num_hidden_layers": 7, "sliding_window_pattern": 6}, "gemma3"),
+    ("glm4-moe", {}, "glm4moe"),
     ("granite", SAME_WIDTH, "granite"),
+    ("granite-hybrid", {**SAME_WIDTH, "mamba_n_heads": 8}, "granitehybrid"),
+    ("granite-hybrid-dense", {**SAME_WIDTH, "mamba_n_heads": 4}, "granitehybrid"),
     ("lfm2", {"block_auto_adjust_ff_dim": False}, "lfm2"),
+    ("lfm2-moe", {}, "lfm2moe"),
+    ("mixtral", {"sliding_window": None}, "llama"),
+    ("nemotron-h", {}, "nemotron_h_moe"),
+    ("nemotron-h-dense", {}, "nemotron_h"),
     ("olmo2", {}, "olmo2"),
     ("phi3", {}, "phi3"),
     ("phi3-longrope", {}, "phi3"),
     ("qwen2", {}, "qwen2"),
+    ("qwen2-moe", {"norm_topk_prob": False}, "qwen2moe"),
     ("qwen3-tied", {}, "qwen3"),
     ("qwen3.5-interval", {"attention_bias": False}, "qwen35"),
+    ("qwen3.5-moe", {}, "qwen35moe"),
     ("qwen3-moe", {"mlp_only_layers": []}, "qwen3moe"),
 ]
 
@@ -74,6 +94,14 @@ def test_a_file_has_the_model_that_it_was_made_of(
 ) -> None:
     directory = saved(kind, tmp_path / "model", **sizes)
     file = write_gguf(directory, tmp_path / "model.gguf", arch)
+    assert_alike(gguf_model_dir(file), directory)
+
+
+def test_the_gate_of_a_shared_expert_may_be_a_vector(tmp_path: Path) -> None:
+    """Older converters drop dimensions of 1."""
+    directory = saved("qwen2-moe", tmp_path / "model", norm_topk_prob=False)
+    gates = {f"blk.{layer}.ffn_gate_inp_shexp.weight": np.squeeze for layer in range(3)}
+    file = write_gguf(directory, tmp_path / "model.gguf", "qwen2moe", changed=gates)
     assert_alike(gguf_model_dir(file), directory)
 
 
@@ -126,7 +154,9 @@ def test_a_directory_is_made_once_for_each_state_of_a_file(tmp_path: Path) -> No
 def test_an_unknown_architecture_is_refused_with_those_that_are_read(tmp_path: Path) -> None:
     directory = saved("qwen2", tmp_path / "model")
     file = write_gguf(directory, tmp_path / "model.gguf", "qwen2vl")
-    with pytest.raises(ConfigError, match=r"'qwen2vl' are not read, only those of gemma2, gemma3"):
+    with pytest.raises(
+        ConfigError, match=r"'qwen2vl' are not read, only those of falcon-h1, gemma2"
+    ):
         gguf_model_dir(file)
 
 

@@ -7,6 +7,7 @@ Reference: modeling_granitemoehybrid.py in transformers.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import msgspec
 
@@ -54,7 +55,11 @@ def granite_hybrid(config: ModelConfig) -> DecoderSpec:
         rope=config.rope if has_rope else NoRope(),
         intermediate_size=config.intermediate_size if has_experts else size,
     )
-    mlp: MakeMlp = _experts(config, shared_size=size) if has_experts else _shared_mlp
+    # GGUF files have gate and up of the shared MLP apart.
+    is_joined = fields.flag("has_joined_shared", default=True)
+    mlp: MakeMlp = partial(_shared_mlp, is_joined=is_joined)
+    if has_experts:
+        mlp = _experts(config, shared_size=size, is_joined=is_joined)
     return msgspec.structs.replace(
         granite(own), mixers=_mixers(fields, num_layers), mlps=(mlp,) * num_layers
     )
@@ -77,18 +82,20 @@ def _mixers(fields: Fields, num_layers: int) -> tuple[MakeMixer, ...]:
     return tuple(linear if kind == LINEAR else Attention for kind in kinds)
 
 
-def _shared_mlp(index: int, spec: DecoderSpec, weights: WeightSource, /) -> GatedMlp:
-    """The checkpoint has gate and up of this MLP joined, but not q, k and v."""
-    own = msgspec.structs.replace(spec, has_joined_weights=True)
+def _shared_mlp(
+    index: int, spec: DecoderSpec, weights: WeightSource, /, *, is_joined: bool
+) -> GatedMlp:
+    """A checkpoint with gate and up of this MLP joined has q, k and v apart nevertheless."""
+    own = msgspec.structs.replace(spec, has_joined_weights=is_joined)
     return gated_mlp(index, own, weights, name=SHARED)
 
 
-def _experts(config: ModelConfig, *, shared_size: int) -> ExpertsSpec:
+def _experts(config: ModelConfig, *, shared_size: int, is_joined: bool) -> ExpertsSpec:
     count = config.fields.integer("num_local_experts")
     return ExpertsSpec(
         count=count,
         size=config.intermediate_size,
         routing=Routing(checked_top_k(config.fields, count), scores=Scores.LOGITS),
         shared_size=shared_size,
-        has_joined_shared=True,
+        has_joined_shared=is_joined,
     )
