@@ -52,13 +52,14 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-IN_ONE_CALL = ["qwen3.5", "lfm2"]
 MAMBA = "granite-hybrid-dense"
+IN_ONE_CALL = ["qwen3.5", "lfm2", MAMBA]
 # Layers with one sublayer each, and with attention beside Mamba.
-MAMBAS = [MAMBA, "nemotron-h-dense", "falcon-h1-norm"]
+IN_MANY_CALLS = ["nemotron-h-dense", "falcon-h1-norm"]
+MAMBAS = [MAMBA, *IN_MANY_CALLS]
 
 
-@pytest.fixture(scope="module", params=[*IN_ONE_CALL, *MAMBAS])
+@pytest.fixture(scope="module", params=[*IN_ONE_CALL, *IN_MANY_CALLS])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The states of LFM2 have no matrices."""
     directory = tmp_path_factory.mktemp("recurrent")
@@ -190,7 +191,7 @@ def test_what_the_last_owner_of_a_row_left_behind_reaches_nobody(
 
 @pytest.mark.parametrize(
     ("folder", "is_one_call"),
-    [*((kind, True) for kind in IN_ONE_CALL), *((kind, False) for kind in MAMBAS)],
+    [*((kind, True) for kind in IN_ONE_CALL), *((kind, False) for kind in IN_MANY_CALLS)],
     indirect=["folder"],
 )
 @pytest.mark.parametrize("way", WAYS)
@@ -201,7 +202,7 @@ def test_compiled_steps_give_the_same_tokens(
     is_one_call: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A compiled call cannot run Mamba-2: its layers run operator by operator, in kernels."""
+    """Layers that a compiled call cannot run are run operator by operator, in kernels."""
     step = Mock(side_effect=decoder_step)
     spaces = Mock(side_effect=advance_spaces)
     monkeypatch.setattr(fused_decoder, "decoder_step", step)

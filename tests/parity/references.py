@@ -281,6 +281,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             **GRANITE_HYBRID,
             "num_local_experts": 0,
             "position_embedding_type": "rope",
+            **WIDE_HEADS,
+            "mamba_n_groups": 3,
             "mamba_conv_bias": False,
         },
     ),

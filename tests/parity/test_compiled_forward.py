@@ -46,7 +46,10 @@ KINDS = (
     "granite-hybrid-attention",  # without positions
 )
 # Attention is the last layer of one.
-RECURRENT_KINDS = ("qwen3.5", "qwen3.5-interval", "qwen3-next-dense", "lfm2", "lfm2-indexed")
+RECURRENT_KINDS = (
+    *("qwen3.5", "qwen3.5-interval", "qwen3-next-dense", "lfm2", "lfm2-indexed"),
+    *("granite-hybrid-dense", "granite-hybrid-rope"),
+)
 # The rules of every fast form, relative in norm.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 PAGE_SIZE, MAX_ROWS = 4, 4

@@ -19,6 +19,7 @@ from aserve.gpu.attention.reference import TorchReference
 from aserve.gpu.device.cpu.fused_decoder import make_compiled_forward
 from aserve.gpu.device.cpu.kernel_linear import prepare_quantized, prepare_tiled
 from aserve.gpu.layers.linear import LinearOp, Prepare
+from aserve.gpu.layers.mlp import GatedMlp
 from aserve.gpu.lora.tables import LoraLinear
 from aserve.gpu.models.base import HiddenCapture
 from aserve.gpu.models.decoder import Decoder
@@ -105,7 +106,7 @@ def test_one_call_gives_the_hidden_states_and_states_of_many(
 
 @pytest.mark.slow
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", ["qwen3-next-dense", "lfm2"])
+@pytest.mark.parametrize("kind", ["qwen3-next-dense", "lfm2", "granite-hybrid-dense"])
 def test_a_forward_in_one_call_begins_before_tokens_that_were_rejected(
     kind: str, reference_of: ReferenceOf
 ) -> None:
@@ -164,6 +165,18 @@ def test_adapters_are_left_to_the_model(
     mixer = here.model.blocks[index].mixer
     assert isinstance(mixer, GatedAttention | GatedDeltaNet)
     mixer.out = wrap(mixer)
+    assert make_compiled_forward(here.model, here.state) is None
+
+
+@pytest.mark.slow
+def test_mamba_layers_of_several_ranks_are_left_to_the_model(reference_of: ReferenceOf) -> None:
+    """Each rank has them whole, so that a sum over the ranks would count them twice."""
+    here = recurrent_site(reference_of("granite-hybrid-dense").directory, torch.float32)
+    assert make_compiled_forward(here.model, here.state) is not None
+    assert isinstance(here.model, Decoder)
+    for block in here.model.blocks:
+        assert isinstance(block.mlp, GatedMlp)
+        block.mlp.down = SummedLinear(block.mlp.down, None, Mock(spec=SharedCollectives))
     assert make_compiled_forward(here.model, here.state) is None
 
 

@@ -159,6 +159,20 @@ class Mamba2:
             bias=layer.has_out_bias,
         )
 
+    @property
+    def has_plain_gate(self) -> bool:
+        """Whether the projection has no factors, and y * silu(z) is normalised."""
+        norm = self._kind.norm
+        return self.factors is None and norm is not None and not norm.is_before_gate
+
+    @property
+    def num_norm_groups(self) -> int:
+        return 0 if self._kind.norm is None else self._kind.norm.num_groups
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        return self._kind.limits
+
     def __call__(self, x: Tensor, cos_sin: Tensor, attend: Attend) -> Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""
         shape = self.shape

@@ -41,6 +41,7 @@ from aserve_kernels.cpu.gemm import compile_packed_linear
 from aserve_kernels.cpu.index_scores import compile_index_scores
 from aserve_kernels.cpu.latent_attention import compile_latent_attention
 from aserve_kernels.cpu.lora import compile_lora
+from aserve_kernels.cpu.mamba_layer import compile_mamba_layer
 from aserve_kernels.cpu.paged_attention import compile_paged_attention
 from aserve_kernels.cpu.quant_linear import compile_quant_linear
 from aserve_kernels.cpu.rms_norm import compile_rms_norm
@@ -69,6 +70,7 @@ COMPILERS: Mapping[str, Callable[[torch.dtype, int], None]] = {
     "state_space": compile_advance_spaces,
     "delta_layer": lambda dtype, _: compile_delta_layer(dtype),
     "conv_layer": lambda dtype, _: compile_conv_layer(dtype),
+    "mamba_layer": lambda dtype, _: compile_mamba_layer(dtype),
     "index_scores": compile_index_scores,
     "packed_linear": compile_packed_linear,
     "packed_bf16_linear": partial(compile_packed_linear, stored=torch.bfloat16),

@@ -109,23 +109,25 @@ def _convolve_share(
             if unit % num_workers != worker:
                 continue
             if head < num_heads:
-                _convolve_head(
+                convolve_head(
                     channels[first:last], conv, bias, inputs[row], kv_lens[r], head * value_dim,
                     values[head, first:last],
                 )  # fmt: skip
             else:
                 key = head - num_heads
-                _convolve_head(
+                convolve_head(
                     channels[first:last], conv, bias, inputs[row], kv_lens[r],
                     num_heads * value_dim + key * key_dim, keys[key, first:last],
                 )  # fmt: skip
 
 
 @njit(nogil=True, fastmath=FASTMATH, error_model="numpy")
-def _convolve_head(
+def convolve_head(
     channels: Floats, conv: Float32s, bias: Float32s, inputs: Floats, begin: int, first: int,
     target: Float32s,
 ) -> None:  # fmt: skip
+    """target [tokens, n] = silu(bias + conv) of the n channels from `first` on of one row, as in
+    delta_rule.py."""
     num_tokens, size = target.shape
     for token in range(num_tokens):
         for c in range(size):
@@ -148,7 +150,7 @@ def _advance_share(
             if unit % num_workers != worker:
                 continue
             key = head // (num_heads // num_keys)
-            _advance_head(
+            advance_space_head(
                 keys[num_keys + key, first:last], keys[key, first:last], values[head, first:last],
                 log_decay[first:last], rate[first:last], matrices[row], out[first:last],
                 kv_lens[r], head, skip[head],
@@ -156,7 +158,7 @@ def _advance_share(
 
 
 @njit(nogil=True, fastmath=FASTMATH, error_model="numpy")
-def _advance_head(
+def advance_space_head(
     q: Float32s, k: Float32s, v: Float32s, log_decay: Float32s, rate: Float32s,
     matrices: Float32s, out: Float32s, begin: int, head: int, skip: np.float32,
 ) -> None:  # fmt: skip

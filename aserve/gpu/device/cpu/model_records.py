@@ -26,6 +26,7 @@ from aserve.gpu.models.decoder_spec import Mixer
 from aserve.gpu.models.draft_decoder import DraftDecoder, JoinedInputs, ScaledSum
 from aserve.gpu.models.gated_attention import GatedAttention
 from aserve.gpu.models.gated_delta import GatedDeltaNet
+from aserve.gpu.models.mamba2 import Mamba2
 from aserve.gpu.models.short_conv import ShortConv
 from aserve.gpu.parallel.shared import SharedCollectives
 from aserve.gpu.parallel.source import SummedLinear
@@ -48,6 +49,7 @@ from aserve_kernels.cpu.delta_layer import RECURRENT, buffer_sizes, delta_layer_
 from aserve_kernels.cpu.gated_mul import KINDS
 from aserve_kernels.cpu.gemm import tiles_product
 from aserve_kernels.cpu.host_rows import NO_WINDOW
+from aserve_kernels.cpu.mamba_layer import MAMBA, mamba_buffer_sizes, mamba_layer_function
 from aserve_kernels.cpu.online_softmax import fold_log2
 from aserve_kernels.cpu.product import NO_PRODUCT
 from aserve_kernels.cpu.quant_linear import codes_product
@@ -56,7 +58,7 @@ from aserve_kernels.row_columns import FLOAT_COLUMNS, INT_COLUMNS
 
 PLAIN_INPUTS = JoinedInputs()
 LayerStack: TypeAlias = Decoder | StagedDecoder | DraftDecoder
-CoveredMixer: TypeAlias = Attention | GatedAttention | GatedDeltaNet | ShortConv
+CoveredMixer: TypeAlias = Attention | GatedAttention | GatedDeltaNet | Mamba2 | ShortConv
 NO_FACTORS = np.empty(0, np.float32)
 # The fields of LAYER that layers of the other kind do not have.
 NOT_RECURRENT = {"advance": 0, "recurrent": 0}
@@ -152,6 +154,11 @@ def _is_block_covered(block: Block) -> bool:
         return _are_packed(products) and mixer.joint_norm is None and mixer.sinks is None
     if isinstance(mixer, GatedDeltaNet):
         products = (*products, mixer.project.narrow)
+    if isinstance(mixer, Mamba2):
+        # With several ranks the layer is whole on each, and its output must not be summed.
+        is_summed = isinstance(block.mlp.down, SummedLinear)
+        if is_summed or not mixer.has_plain_gate:
+            return False
     # Adapters are not known beside recurrent layers.
     is_plain = not any(isinstance(_own_part(product), LoraLinear) for product in products)
     return is_plain and _are_packed(products)
@@ -170,6 +177,9 @@ def _buffer_sizes(mixer: Mixer) -> tuple[int, int]:
         return buffer_sizes(shape.num_channels, shape.value_size, num_heads)
     if isinstance(mixer, ShortConv):
         return conv_buffer_sizes(mixer.spec.shape.num_channels)
+    if isinstance(mixer, Mamba2):
+        space = mixer.shape
+        return mamba_buffer_sizes(space.inner_size, space.num_channels, space.num_heads)
     layer = mixer.layer
     assert layer is not None
     num_heads = layer.num_heads + layer.num_stored_heads + _num_gates(mixer)
@@ -264,6 +274,8 @@ class ModelRecords:
             own = {**NO_ATTENTION, **self._delta(mixer)}
         elif isinstance(mixer, ShortConv):
             own = {**NO_ATTENTION, **self._conv(mixer)}
+        elif isinstance(mixer, Mamba2):
+            own = {**NO_ATTENTION, **self._mamba(mixer)}
         else:
             assert isinstance(mixer, Attention | GatedAttention)
             own = {**self._attention(mixer), "cos_sin": cos_sin.data_ptr(), **NOT_RECURRENT}
@@ -339,6 +351,38 @@ class ModelRecords:
         }
         record = _record(np.zeros(1, SHORT_CONV), values)
         return self._recurrent(conv_layer_function(self._dtype), record)
+
+    def _mamba(self, mixer: Mamba2) -> Values:
+        shape, states = mixer.shape, self._state.recurrent[mixer.spec.index]
+        mixed, attended = _buffer_sizes(mixer)
+        low, high = mixer.limits
+        assert mixer.norm is not None
+        values: Values = {
+            "heads": shape.num_heads,
+            "head_dim": shape.head_dim,
+            "groups": shape.num_groups,
+            "state_dim": shape.state_dim,
+            "width": shape.num_taps,
+            "norm_groups": mixer.num_norm_groups,
+            "mixed": mixed,
+            "attended": attended,
+            "table_rows": len(states.matrices),
+            "num_places": states.matrices.shape[1],
+            "num_inputs": states.inputs.shape[1],
+            "conv": self._keep(mixer.conv),
+            "bias": self._keep(mixer.bias),
+            "decay": self._keep(mixer.decay),
+            "dt_bias": self._keep(mixer.dt_bias),
+            "skip": self._keep(mixer.skip),
+            "norm": self._keep(mixer.norm),
+            "matrices": states.matrices.data_ptr(),
+            "inputs": states.inputs.data_ptr(),
+            "eps": mixer.eps,
+            "low": low,
+            "high": high,
+        }
+        record = _record(np.zeros(1, MAMBA), values)
+        return self._recurrent(mamba_layer_function(self._dtype), record)
 
     def _recurrent(self, function: Callback, record: Records) -> Values:
         """`function` advances a layer of this record."""
@@ -437,7 +481,7 @@ def _products(block: Block) -> tuple[LinearOp, LinearOp, LinearOp, LinearOp]:
     if isinstance(mixer, GatedDeltaNet):
         first = mixer.project.wide
     else:
-        first = mixer.into if isinstance(mixer, ShortConv) else mixer.qkv
+        first = mixer.into if isinstance(mixer, Mamba2 | ShortConv) else mixer.qkv
     return first, mixer.out, mlp.gate_up, mlp.down
 
 
