@@ -49,7 +49,7 @@ KINDS: list[tuple[str, dict[str, Any], str]] = [
     ("gemma3", {**NO_RULE, "num_hidden_layers": 7, "sliding_window_pattern": 6}, "gemma3"),
     ("glm4-moe", {}, "glm4moe"),
     ("granite", SAME_WIDTH, "granite"),
-    ("granite-hybrid", {**SAME_WIDTH, "mamba_n_heads": 8}, "granitehybrid"),
+    ("granite-hybrid", {**SAME_WIDTH, "mamba_n_heads": 4}, "granitehybrid"),
     ("granite-hybrid-dense", {**SAME_WIDTH, "mamba_n_heads": 4}, "granitehybrid"),
     ("lfm2", {"block_auto_adjust_ff_dim": False}, "lfm2"),
     ("lfm2-moe", {}, "lfm2moe"),

@@ -260,7 +260,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granite": ("Granite", GRANITE),
     "granite-biased": ("Granite", {**GRANITE, "attention_bias": True, "mlp_bias": True}),
-    "granite-hybrid": ("GraniteMoeHybrid", {**GRANITE_HYBRID, **EXPERTS, "num_local_experts": 4}),
+    "granite-hybrid": (
+        "GraniteMoeHybrid",
+        {**GRANITE_HYBRID, **WIDE_HEADS, **EXPERTS, "num_local_experts": 4},
+    ),
     "granite-hybrid-attention": (
         "GraniteMoeHybrid",
         {**GRANITE_HYBRID, "num_local_experts": 0, "layer_types": ["attention"] * 3},
@@ -316,7 +319,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3_5",
         {**BLOCKS, "layer_types": None, "full_attention_interval": 2, "attention_bias": True},
     ),
-    "qwen3.5-moe": ("Qwen3_5Moe", {**HYBRID, **THREE_AXES, **SHARED}),
+    "qwen3.5-moe": ("Qwen3_5Moe", {**BLOCKS, **THREE_AXES, **SHARED}),
     "lfm2": ("Lfm2", {**CONVS, "block_multiple_of": 16}),
     "lfm2-indexed": (
         "Lfm2",

@@ -23,8 +23,10 @@ from aserve.gpu.device.cpu.kernel_linear import (
     prepare_quantized,
     prepare_tiled,
 )
+from aserve.gpu.device.cpu.linear import linear_per_expert
 from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.kv.pools import KvPools
+from aserve.gpu.layers.grouped_linear import PrepareGrouped
 from aserve.gpu.layers.linear import Prepare
 from aserve.gpu.models.base import CausalModel, HiddenCapture
 from aserve.gpu.sampling.params import RowTables
@@ -45,10 +47,12 @@ KINDS = (
     *("llama-biased", "llama-longrope", "qwen3-mixed", "gemma2", "gemma3", "granite"),
     "granite-hybrid-attention",  # without positions
 )
+EXPERT_KINDS = ("mixtral", "qwen2-moe", "qwen3-moe", "glm4-moe", "glm4-moe-groups")
 # Attention is the last layer of one.
 RECURRENT_KINDS = (
-    *("qwen3.5", "qwen3.5-interval", "qwen3-next-dense", "lfm2", "lfm2-indexed"),
-    *("granite-hybrid-dense", "granite-hybrid-rope"),
+    *("qwen3.5", "qwen3.5-interval", "qwen3.5-moe", "qwen3-next-dense"),
+    *("lfm2", "lfm2-indexed", "lfm2-moe"),
+    *("granite-hybrid", "granite-hybrid-dense", "granite-hybrid-rope"),
 )
 # The rules of every fast form, relative in norm.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
@@ -82,13 +86,17 @@ class Site:
 
 
 def load_tiled(
-    directory: Path, dtype: torch.dtype, num_threads: int = 1, prepare: Prepare = prepare_tiled
+    directory: Path,
+    dtype: torch.dtype,
+    num_threads: int = 1,
+    prepare: Prepare = prepare_tiled,
+    prepare_grouped: PrepareGrouped = linear_per_expert,
 ) -> CausalModel:
     """In bfloat16, so many threads share each step."""
     torch.set_num_threads(num_threads)
     name = str(dtype).removeprefix("torch.")
     ops = CpuDevice().ops(dtype, is_deterministic=False)
-    target = Target(prepare=prepare, elementwise=ops.elementwise)
+    target = Target(prepare=prepare, prepare_grouped=prepare_grouped, elementwise=ops.elementwise)
     return load_model(directory, dtype=name, max_model_len=MAX_MODEL_LEN, target=target)
 
 
@@ -97,10 +105,11 @@ def site(
     dtype: torch.dtype,
     prepare: Prepare = prepare_tiled,
     kv_dtype: torch.dtype | None = None,
+    prepare_grouped: PrepareGrouped = linear_per_expert,
 ) -> Site:
     """Pages of the rows lie scattered, and hold what an earlier step might have left there. KV has
     the model's dtype unless another one is given."""
-    model = load_tiled(directory, dtype, prepare=prepare)
+    model = load_tiled(directory, dtype, prepare=prepare, prepare_grouped=prepare_grouped)
     num_pages = 1 + MAX_ROWS * COLUMNS
     shape = (MAX_ROWS + 1, COLUMNS)
     pools = make_pools(
@@ -251,7 +260,9 @@ STEPS: list[tuple[Spans, list[int]]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("kind", ["qwen3-mixed", "gemma2", "granite", *RECURRENT_KINDS])
+@pytest.mark.parametrize(
+    "kind", ["qwen3-mixed", "gemma2", "granite", *EXPERT_KINDS, *RECURRENT_KINDS]
+)
 async def test_a_step_in_one_call_draws_the_tokens_of_its_parts(
     kind: str, temperature: float, reference_of: ReferenceOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,7 +286,7 @@ async def test_a_step_in_one_call_draws_the_tokens_of_its_parts(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("kind", ["qwen3-mixed", *RECURRENT_KINDS])
+@pytest.mark.parametrize("kind", ["qwen3-mixed", "qwen2-moe", *RECURRENT_KINDS])
 async def test_tokens_that_nobody_reads_are_left_out_of_the_last_layer(
     kind: str,
     dtype: torch.dtype,
@@ -305,7 +316,9 @@ async def test_tokens_that_nobody_reads_are_left_out_of_the_last_layer(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3-mixed", "gemma2", "granite", *RECURRENT_KINDS])
+@pytest.mark.parametrize(
+    "kind", ["qwen3-mixed", "gemma2", "granite", *EXPERT_KINDS, *RECURRENT_KINDS]
+)
 async def test_a_team_of_threads_changes_no_bit(
     kind: str, reference_of: ReferenceOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -170,7 +170,7 @@ class ExpertMlp:
     """A `Mlp`. Its three stages may be called one by one, with other work between them. Where this
     device has some of the experts alone, `dispatcher` is replaced before the first call."""
 
-    __slots__ = ("_bias", "_spec", "dispatcher", "experts", "router", "shared")
+    __slots__ = ("bias", "dispatcher", "experts", "router", "shared", "spec")
 
     def __init__(
         self,
@@ -181,8 +181,8 @@ class ExpertMlp:
         experts: Callable[[Tensor, Groups], Tensor],
         shared: SharedMlp | None,
     ) -> None:
-        self._spec = spec
-        self._bias = bias  # [experts], added to the scores for the choice
+        self.spec = spec
+        self.bias = bias  # [experts], added to the scores for the choice
         self.dispatcher: Dispatcher = LocalDispatcher(spec.count)
         self.router = router
         self.experts = experts
@@ -191,17 +191,17 @@ class ExpertMlp:
     @property
     def num_experts(self) -> int:
         """The experts of all ranks."""
-        return self._spec.count
+        return self.spec.count
 
     def __call__(self, x: Tensor, /) -> Tensor:
         return self.finish(self.compute(self.start(x)))
 
     def start(self, x: Tensor) -> Started:
         """x [tokens, hidden]. The shared MLP runs while rows travel."""
-        routed = route(self.router(x), self._bias, self._spec.routing)
+        routed = route(self.router(x), self.bias, self.spec.routing)
         beside = None
-        if self._spec.num_identity:
-            routed, weights = without_identity(routed, self._spec.count)
+        if self.spec.num_identity:
+            routed, weights = without_identity(routed, self.spec.count)
             beside = (x * weights).to(x.dtype)
         sent = self.dispatcher.start(x, routed)
         if self.shared is not None:
@@ -211,7 +211,7 @@ class ExpertMlp:
     def compute(self, started: Started) -> Computed:
         arrived = started.sent.finish()
         y = self.experts(arrived.x, arrived.groups)
-        if self._spec.num_identity:  # rows without an expert come last, and are undefined
+        if self.spec.num_identity:  # rows without an expert come last, and are undefined
             rows = torch.arange(len(y), device=y.device)
             y = y.masked_fill((rows >= arrived.groups.ends[-1])[:, None], 0.0)
         return Computed(arrived.combine(y), started.beside)

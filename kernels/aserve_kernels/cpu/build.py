@@ -36,6 +36,7 @@ from aserve_kernels.cpu.delta_layer import compile_delta_layer
 from aserve_kernels.cpu.delta_rule import compile_advance_rows
 from aserve_kernels.cpu.draft_forward import compile_draft_forward
 from aserve_kernels.cpu.draw import compile_draw
+from aserve_kernels.cpu.expert_mlp import compile_expert_mlp
 from aserve_kernels.cpu.gated_mul import compile_gated_mul
 from aserve_kernels.cpu.gemm import compile_packed_linear
 from aserve_kernels.cpu.index_scores import compile_index_scores
@@ -71,6 +72,7 @@ COMPILERS: Mapping[str, Callable[[torch.dtype, int], None]] = {
     "delta_layer": lambda dtype, _: compile_delta_layer(dtype),
     "conv_layer": lambda dtype, _: compile_conv_layer(dtype),
     "mamba_layer": lambda dtype, _: compile_mamba_layer(dtype),
+    "expert_mlp": lambda dtype, _: compile_expert_mlp(dtype),
     "index_scores": compile_index_scores,
     "packed_linear": compile_packed_linear,
     "packed_bf16_linear": partial(compile_packed_linear, stored=torch.bfloat16),

@@ -7,7 +7,8 @@ calls between the matrix products. Per layer, with pre-norm residuals:
     h = (h + residual_scale * down(activation(gate(norm(h))) * up(norm(h)))) * out_scale
 
 The output of attention may be gated, and a layer may be recurrent: then a function of its own
-computes what is between its first product and `out` (delta_layer.py).
+computes what is between its first product and `out` (delta_layer.py). So does one that stands for
+the MLP of a layer with experts (expert_mlp.py).
 
 The threads of a team share each product by outputs, attention by rows and KV heads, and the rest by
 tokens. Norms behind attention and MLP are supported too. Hidden states and sums are float32; the
@@ -61,7 +62,7 @@ ONE = np.float32(1)
 # embeddings the residual stream is given. `ranks` has the words of rank_sum.py, for layers whose
 # products are sums over ranks; sizes are those of this rank. The output of attention is gated if
 # there are `gates`: as many as heads. `mixed` and `attended` are the sizes of two buffers, for each
-# token, that suffice for the mixers of all layers.
+# token, that suffice for the mixers of all layers, and for their experts.
 #
 # Of draft models: `joined` is the size of the embeddings and of the hidden states that are joined
 # with them, 0 if none are. Then the weights of the norms of both parts and before the head; the
@@ -95,14 +96,16 @@ MODEL: Any = np.dtype(
 # The record of a layer: its linear layers, and addresses: float32 norm weights (0 for none); the
 # cos/sin table [max_len, rotary_dim]; the layer's KV and page table; what elements of KV stand for,
 # as `element * scale`. A recurrent layer has none of these but norms, and `qkv` is its first
-# product. `advance` is the address of its function, and `recurrent` that of its record.
+# product. `advance` is the address of its function, and `recurrent` that of its record. One with
+# experts has neither `gate_up` nor `down`: `mlp` is the address of its function, and `experts` that
+# of its record.
 LAYER: Any = np.dtype(
     [
         *[(name, PRODUCT) for name in ("qkv", "out", "gate_up", "down")],
         *[(name, np.int64) for name in ("head_norms", "after_attention", "before_mlp")],
         *[(name, np.int64) for name in ("after_mlp", "before_next", "cos_sin")],
         *[(name, np.int64) for name in ("keys", "values", "num_slots", "page_table", "window")],
-        *[(name, np.int64) for name in ("advance", "recurrent")],
+        *[(name, np.int64) for name in ("advance", "recurrent", "mlp", "experts")],
         *[(name, np.float32) for name in ("factor", "cap", "head_eps", "out_scale")],
         *[(name, np.float32) for name in ("key_scale", "value_scale")],
     ],
@@ -303,14 +306,18 @@ def run_layers(
             model, own_added, layer.after_attention, layer.before_mlp, ONE, own_hidden, own
         )  # fmt: skip
         meet(team)
-        multiply_by(layer.gate_up, x, gate_up, worker, num_workers)
-        meet(team)
-        if loras.shape[0] != 0:
-            _add_lora(x[first:last], own_slots, loras, 4 * index + 2, gate_up[first:last])
+        if layer.mlp != 0:
+            given = (x.ctypes.data, added.ctypes.data, mixed.ctypes.data, attended.ctypes.data)
+            call_at(layer.mlp, (layer.experts, call, *given, num_tokens, worker, num_workers))
+        else:
+            multiply_by(layer.gate_up, x, gate_up, worker, num_workers)
             meet(team)
-        _gate(gate_up, model.activation, gated, team)
-        meet(team)
-        multiply_by(layer.down, gated, added, worker, num_workers)
+            if loras.shape[0] != 0:
+                _add_lora(x[first:last], own_slots, loras, 4 * index + 2, gate_up[first:last])
+                meet(team)
+            gate_share(gate_up, model.activation, gated, team)
+            meet(team)
+            multiply_by(layer.down, gated, added, worker, num_workers)
         meet(team)
         _add_lora(gated[first:last], own_slots, loras, 4 * index + 3, own_added)
         sum_over_ranks(model.ranks, added.reshape(-1), team)
@@ -587,7 +594,7 @@ def _norm_into(x: Float32s, norm: int, eps: np.float32, normed: Float32s, out: F
 
 
 @njit(nogil=True, **NO_REFCOUNT)
-def _gate(gate_up: Float32s, activation: int, gated: Floats, team: Team) -> None:
+def gate_share(gate_up: Float32s, activation: int, gated: Floats, team: Team) -> None:
     """gated = activation(gate) * up, for a worker's share of the inner features."""
     first, last = share_of(gated.shape[1], team)
     for token in range(gate_up.shape[0]):

@@ -153,13 +153,13 @@ def test_tokens_that_only_choose_identities_travel_nowhere(
 
     def run(place: Coordinates) -> list[Tensor]:
         _, mlp = placed_on(place, LOW_LATENCY)
-        mlp._bias = torch.zeros(SPEC.num_choices)
-        mlp._bias[:NUM_EXPERTS] = -100.0
+        mlp.bias = torch.zeros(SPEC.num_choices)
+        mlp.bias[:NUM_EXPERTS] = -100.0
         return [mlp(x), mlp(x.repeat(100, 1))[:6]]
 
     alone = whole()
-    alone._bias = torch.zeros(SPEC.num_choices)
-    alone._bias[:NUM_EXPERTS] = -100.0
+    alone.bias = torch.zeros(SPEC.num_choices)
+    alone.bias[:NUM_EXPERTS] = -100.0
     for found in on_ranks(2, tmp_path / "store", run):
         for each in found:
             assert_near(each, alone(x))

@@ -77,13 +77,17 @@ def _tiled(
 
 
 class TiledExperts:
-    """The tiles of all experts, multiplied in one call."""
+    """The tiles of all experts, multiplied in one call. Those of `experts` become parts of them,
+    which the fused decoder reads."""
 
-    __slots__ = ("_biases", "_packed")
+    __slots__ = ("_biases", "_packed", "experts")
 
     def __init__(self, experts: tuple[TiledLinear, ...]) -> None:
         self._packed: Floats = np.array([expert.packed for expert in experts])
         self._biases = np.stack([expert.bias for expert in experts])
+        self.experts = experts
+        for expert, packed, bias in zip(experts, self._packed, self._biases, strict=True):
+            expert.packed, expert.bias = packed, bias
 
     def __call__(self, x: Tensor, groups: Groups, /) -> Tensor:
         starts, ends = (bounds.numpy() for bounds in groups)

@@ -33,7 +33,7 @@ ON_DEMAND = (
 )
 
 # Parts of a fused step that only some models have. A team of any size runs them.
-IN_ONE_CALL = ("draft_forward", "delta_layer", "conv_layer", "mamba_layer")
+IN_ONE_CALL = ("draft_forward", "delta_layer", "conv_layer", "mamba_layer", "expert_mlp")
 
 logger = logging.getLogger(__name__)
 

@@ -5,16 +5,28 @@ draft_forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
-from aserve.gpu.device.cpu.kernel_linear import QuantLinear, TiledLinear
+from aserve.gpu.device.cpu.expert_records import (
+    are_experts_covered,
+    expert_buffer_sizes,
+    mixture_of,
+)
 from aserve.gpu.device.cpu.ops import CompiledNorm
+from aserve.gpu.device.cpu.product_records import (
+    Values,
+    are_packed,
+    filled,
+    is_packed,
+    own_part,
+    packed_of,
+    product_of,
+)
 from aserve.gpu.kv.layer_groups import LayerSpec, Mask
 from aserve.gpu.layers.linear import LinearOp
 from aserve.gpu.layers.mlp import GatedMlp
@@ -22,12 +34,14 @@ from aserve.gpu.layers.norm import AddNorm, Norm, RmsNorm, SumAndNorm
 from aserve.gpu.lora.tables import LoraLinear
 from aserve.gpu.models.base import CausalModel
 from aserve.gpu.models.decoder import Attention, Block, Decoder
-from aserve.gpu.models.decoder_spec import Mixer
+from aserve.gpu.models.decoder_spec import Mixer, Mlp
 from aserve.gpu.models.draft_decoder import DraftDecoder, JoinedInputs, ScaledSum
 from aserve.gpu.models.gated_attention import GatedAttention
 from aserve.gpu.models.gated_delta import GatedDeltaNet
 from aserve.gpu.models.mamba2 import Mamba2
 from aserve.gpu.models.short_conv import ShortConv
+from aserve.gpu.moe.layer import ExpertMlp
+from aserve.gpu.moe.two_batches import experts_of
 from aserve.gpu.parallel.shared import SharedCollectives
 from aserve.gpu.parallel.source import SummedLinear
 from aserve.gpu.parallel.stages import StagedDecoder
@@ -46,22 +60,21 @@ from aserve_kernels.cpu.decoder_layers import (
     Tables,
 )
 from aserve_kernels.cpu.delta_layer import RECURRENT, buffer_sizes, delta_layer_function
+from aserve_kernels.cpu.expert_mlp import expert_mlp_function
 from aserve_kernels.cpu.gated_mul import KINDS
-from aserve_kernels.cpu.gemm import tiles_product
 from aserve_kernels.cpu.host_rows import NO_WINDOW
 from aserve_kernels.cpu.mamba_layer import MAMBA, mamba_buffer_sizes, mamba_layer_function
 from aserve_kernels.cpu.online_softmax import fold_log2
 from aserve_kernels.cpu.product import NO_PRODUCT
-from aserve_kernels.cpu.quant_linear import codes_product
 from aserve_kernels.draft_chain import DRAFT_PROBS
 from aserve_kernels.row_columns import FLOAT_COLUMNS, INT_COLUMNS
 
 PLAIN_INPUTS = JoinedInputs()
 LayerStack: TypeAlias = Decoder | StagedDecoder | DraftDecoder
 CoveredMixer: TypeAlias = Attention | GatedAttention | GatedDeltaNet | Mamba2 | ShortConv
-NO_FACTORS = np.empty(0, np.float32)
 # The fields of LAYER that layers of the other kind do not have.
 NOT_RECURRENT = {"advance": 0, "recurrent": 0}
+NO_MIXTURE = {"mlp": 0, "experts": 0}
 NO_ATTENTION = dict.fromkeys(
     (
         *("head_norms", "cos_sin", "keys", "values", "num_slots", "page_table", "window"),
@@ -69,8 +82,6 @@ NO_ATTENTION = dict.fromkeys(
     ),
     0,
 )
-Product: TypeAlias = tuple[float, ...]  # the fields of PRODUCT
-Values: TypeAlias = Mapping[str, float | Product]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +117,7 @@ def whole_of(model: LayerStack) -> Decoder | DraftDecoder:
 def has_packed_head(model: CausalModel | DraftDecoder) -> bool:
     """Whether the kernels can compute the logits."""
     head = head_of(model)
-    return head is not None and _is_packed(head.product)
+    return head is not None and is_packed(head.product)
 
 
 def are_layers_covered(model: CausalModel | DraftDecoder, *, masks: tuple[Mask, ...]) -> bool:
@@ -117,7 +128,7 @@ def are_layers_covered(model: CausalModel | DraftDecoder, *, masks: tuple[Mask, 
     if isinstance(model, DraftDecoder):
         inputs = model.inputs or PLAIN_INPUTS
         products += [p for p in (inputs.projection, model.next_hidden) if p is not None]
-    if not _are_packed(products) or not all(map(_is_block_covered, model.blocks)):
+    if not are_packed(products) or not all(map(_is_block_covered, model.blocks)):
         return False
     attentions = _attentions(model)
     layers = [attention.layer for attention in attentions]
@@ -137,7 +148,7 @@ def ranks_of(model: LayerStack) -> SharedCollectives | None:
 
 def num_workers_of(model: LayerStack) -> int:
     """Returns how many threads share the products of a model that the kernels can run."""
-    return _packed(_products(model.blocks[0])[0]).num_workers
+    return packed_of(_products(model.blocks[0])[0]).num_workers
 
 
 def _has_mask(layer: LayerSpec, masks: tuple[Mask, ...]) -> bool:
@@ -146,27 +157,43 @@ def _has_mask(layer: LayerSpec, masks: tuple[Mask, ...]) -> bool:
 
 
 def _is_block_covered(block: Block) -> bool:
-    mixer = block.mixer
-    if not isinstance(mixer, CoveredMixer) or not isinstance(block.mlp, GatedMlp):
+    mixer, mlp = block.mixer, block.mlp
+    if not isinstance(mixer, CoveredMixer) or not _is_mlp_covered(mlp):
         return False
-    products: tuple[LinearOp, ...] = _products(block)
-    if isinstance(mixer, Attention):
-        return _are_packed(products) and mixer.joint_norm is None and mixer.sinks is None
+    if isinstance(mixer, Attention) and not (mixer.joint_norm is None and mixer.sinks is None):
+        return False
+    products = _products(block)
     if isinstance(mixer, GatedDeltaNet):
         products = (*products, mixer.project.narrow)
-    if isinstance(mixer, Mamba2):
-        # With several ranks the layer is whole on each, and its output must not be summed.
-        is_summed = isinstance(block.mlp.down, SummedLinear)
-        if is_summed or not mixer.has_plain_gate:
-            return False
-    # Adapters are not known beside recurrent layers.
-    is_plain = not any(isinstance(_own_part(product), LoraLinear) for product in products)
-    return is_plain and _are_packed(products)
+    if isinstance(mixer, Mamba2) and not (mixer.has_plain_gate and _is_whole(mlp)):
+        return False
+    # Adapters are not known beside recurrent layers and experts.
+    may_be_adapted = isinstance(mixer, Attention) and isinstance(mlp, GatedMlp)
+    is_adapted = any(isinstance(own_part(product), LoraLinear) for product in products)
+    return are_packed(products) and (may_be_adapted or not is_adapted)
+
+
+def _is_whole(mlp: Mlp) -> bool:
+    """Whether no ranks divide the layers. Mamba-2 layers are whole on each of several ranks, which
+    must not add up their outputs."""
+    return not (isinstance(mlp, GatedMlp) and isinstance(mlp.down, SummedLinear))
+
+
+def _is_mlp_covered(mlp: Mlp) -> bool:
+    return isinstance(mlp, GatedMlp) or (isinstance(mlp, ExpertMlp) and are_experts_covered(mlp))
 
 
 def _attentions(model: LayerStack) -> list[Attention | GatedAttention]:
     mixers = [block.mixer for block in model.blocks]
     return [mixer for mixer in mixers if isinstance(mixer, Attention | GatedAttention)]
+
+
+def _most_of(blocks: Sequence[Block]) -> tuple[int, int]:
+    """Returns sizes that suffice for the buffers of all these layers, as `_buffer_sizes` does."""
+    sizes = [_buffer_sizes(block.mixer) for block in blocks]
+    sizes += [expert_buffer_sizes(mlp) for mlp in experts_of(blocks)]
+    mixed, attended = map(max, zip(*sizes, strict=True))
+    return mixed, attended
 
 
 def _buffer_sizes(mixer: Mixer) -> tuple[int, int]:
@@ -204,7 +231,7 @@ class ModelRecords:
         layers = np.zeros(len(model.blocks), LAYER)
         for index, block in enumerate(model.blocks):
             values = self._layer(block, whole_of(model).rotaries[block.rotary].table)
-            _record(layers[index : index + 1], values)
+            filled(layers[index : index + 1], values)
         ranks = ranks_of(model)
         values = {
             **self._model(model),
@@ -212,7 +239,7 @@ class ModelRecords:
             **_step_tables(state),
             "ranks": 0 if ranks is None else ranks.address,
         }
-        record = _record(np.zeros(1, MODEL), values)
+        record = filled(np.zeros(1, MODEL), values)
         kv_dtype = state.pools.dtype
         self.tables = Tables(record, layers, model.dtype, kv_dtype, NO_LORAS, NO_LAYERS)
 
@@ -222,12 +249,12 @@ class ModelRecords:
         config = whole.config if isinstance(whole, DraftDecoder) else whole.spec.config
         head = head_of(model) if has_packed_head(model) else None
         attention, table = _attentions(model)[0], whole.rotaries[0].table
-        layer, sizes = attention.layer, [_buffer_sizes(block.mixer) for block in model.blocks]
+        layer, (mixed, attended) = attention.layer, _most_of(model.blocks)
         begins = not isinstance(model, StagedDecoder) or model.is_first
         return {
             "hidden": config.hidden_size,
             "inner": config.intermediate_size,
-            "vocab": 0 if head is None else _packed(head.product).num_out,
+            "vocab": 0 if head is None else packed_of(head.product).num_out,
             "num_embeddings": len(whole.embeddings),
             "max_len": table.shape[0],
             "heads": layer.num_heads,
@@ -235,12 +262,12 @@ class ModelRecords:
             "head_dim": layer.head_dim,
             "rotary_dim": table.shape[1],
             "gates": _num_gates(attention),
-            "mixed": max(mixed for mixed, _ in sizes),
-            "attended": max(attended for _, attended in sizes),
+            "mixed": mixed,
+            "attended": attended,
             "activation": KINDS[config.activation],
             "embeddings": whole.embeddings.data_ptr() if begins else 0,
             "first_norm": self._norm(model.first_norm),
-            "head": self._product(None if head is None else head.product),
+            "head": product_of(self._dtype, None if head is None else head.product),
             "head_norm": 0 if head is None or head.norm is None else self._norm(head.norm),
             "stores_kv": layer.num_stored_heads > 0,
             "is_causal": layer.mask is Mask.CAUSAL,
@@ -262,14 +289,15 @@ class ModelRecords:
             "keeps_normed": inputs.keeps_normed,
             "embedding_norm": self._norm(inputs.embedding_norm),
             "hidden_norm": self._norm(inputs.hidden_norm),
-            "projection": self._product(inputs.projection),
-            "next_hidden": self._product(None if own is None else own.next_hidden),
+            "projection": product_of(self._dtype, inputs.projection),
+            "next_hidden": product_of(self._dtype, None if own is None else own.next_hidden),
             "token_ids": 0 if token_ids is None else token_ids.data_ptr(),
         }
 
     def _layer(self, block: Block, cos_sin: Tensor) -> Values:
         mixer, after = block.mixer, block.before_next
-        products = map(self._product, _products(block))
+        products = [product_of(self._dtype, product) for product in _products(block)]
+        products += [NO_PRODUCT] * (len(LORA_LAYERS) - len(products))
         if isinstance(mixer, GatedDeltaNet):
             own = {**NO_ATTENTION, **self._delta(mixer)}
         elif isinstance(mixer, ShortConv):
@@ -282,6 +310,7 @@ class ModelRecords:
         return {
             **own,
             **dict(zip(LORA_LAYERS, products, strict=True)),
+            **(self._mixture(block.mlp) if isinstance(block.mlp, ExpertMlp) else NO_MIXTURE),
             "after_attention": self._norm(block.after_attention),
             "before_mlp": self._norm_of_sum(block.before_mlp),
             "after_mlp": self._norm(block.after_mlp),
@@ -312,7 +341,7 @@ class ModelRecords:
         shape, states = mixer.shape, self._state.recurrent[mixer.spec.index]
         mixed, attended = _buffer_sizes(mixer)
         values: Values = {
-            "narrow": self._product(mixer.project.narrow),
+            "narrow": product_of(self._dtype, mixer.project.narrow),
             "key_heads": shape.linear_num_key_heads,
             "value_heads": shape.linear_num_value_heads,
             "key_dim": shape.linear_key_head_dim,
@@ -332,7 +361,7 @@ class ModelRecords:
             "inputs": states.inputs.data_ptr(),
             "eps": mixer.eps,
         }
-        record = _record(np.zeros(1, RECURRENT), values)
+        record = filled(np.zeros(1, RECURRENT), values)
         return self._recurrent(delta_layer_function(self._dtype), record)
 
     def _conv(self, mixer: ShortConv) -> Values:
@@ -349,7 +378,7 @@ class ModelRecords:
             "bias": 0 if mixer.bias is None else self._keep(mixer.bias),
             "inputs": states.inputs.data_ptr(),
         }
-        record = _record(np.zeros(1, SHORT_CONV), values)
+        record = filled(np.zeros(1, SHORT_CONV), values)
         return self._recurrent(conv_layer_function(self._dtype), record)
 
     def _mamba(self, mixer: Mamba2) -> Values:
@@ -381,7 +410,7 @@ class ModelRecords:
             "low": low,
             "high": high,
         }
-        record = _record(np.zeros(1, MAMBA), values)
+        record = filled(np.zeros(1, MAMBA), values)
         return self._recurrent(mamba_layer_function(self._dtype), record)
 
     def _recurrent(self, function: Callback, record: Records) -> Values:
@@ -389,20 +418,11 @@ class ModelRecords:
         self._kept.append(record)
         return {"advance": function.address, "recurrent": record.ctypes.data}
 
-    def _product(self, product: LinearOp | None) -> Product:
-        """Returns the fields of PRODUCT."""
-        if product is None:
-            return NO_PRODUCT
-        packed = _packed(product)
-        sizes = (packed.num_in, packed.num_out)
-        if isinstance(packed, TiledLinear):
-            arrays: tuple[npt.NDArray[Any], ...] = (packed.packed, packed.bias, NO_FACTORS)
-            called = tiles_product(self._dtype, packed.stored)
-            return called.address, *map(_address, arrays), *sizes, 0, 0, 0.0
-        weight = packed.weight
-        arrays = (weight.codes, weight.bias, weight.factors)
-        numbers = (*sizes, weight.group, weight.per_group, float(weight.unit))
-        return codes_product(self._dtype, weight.bits).address, *map(_address, arrays), *numbers
+    def _mixture(self, mlp: ExpertMlp) -> Values:
+        record, *own = mixture_of(mlp, self._dtype)
+        self._kept += [record, *own]
+        function = expert_mlp_function(self._dtype)
+        return {"mlp": function.address, "experts": record.ctypes.data}
 
     def _norm(self, norm: Norm) -> int:
         """The address of a norm's weight in float32; 0 for no norm."""
@@ -454,7 +474,7 @@ def describe_loras(decoder: Decoder | StagedDecoder) -> Records:
     stacks = [
         product.stack
         for block in decoder.blocks
-        for product in map(_own_part, _products(block))
+        for product in map(own_part, _products(block))
         if isinstance(product, LoraLinear)
     ]
     records = np.zeros(len(stacks), LORA)
@@ -469,55 +489,19 @@ def describe_loras(decoder: Decoder | StagedDecoder) -> Records:
             "ranks": stack.ranks.ctypes.data,
             "bounds": stack.bounds.ctypes.data,
         }
-        _record(records[index : index + 1], values)
+        filled(records[index : index + 1], values)
     return records
 
 
-def _products(block: Block) -> tuple[LinearOp, LinearOp, LinearOp, LinearOp]:
-    """Returns the linear layers, in the order of LORA_LAYERS."""
+def _products(block: Block) -> tuple[LinearOp, ...]:
+    """Returns the linear layers, in the order of LORA_LAYERS, without those of a mixture."""
     mixer, mlp = block.mixer, block.mlp
     assert isinstance(mixer, CoveredMixer)
-    assert isinstance(mlp, GatedMlp)
     if isinstance(mixer, GatedDeltaNet):
         first = mixer.project.wide
     else:
         first = mixer.into if isinstance(mixer, Mamba2 | ShortConv) else mixer.qkv
-    return first, mixer.out, mlp.gate_up, mlp.down
-
-
-def _plain(product: LinearOp) -> LinearOp:
-    """Returns this rank's part of the layer, without its adapters."""
-    product = _own_part(product)
-    return product.base if isinstance(product, LoraLinear) else product
-
-
-def _own_part(product: LinearOp) -> LinearOp:
-    """Returns this rank's part of a sum that the kernels can form; its bias is added to the sum."""
-    if not isinstance(product, SummedLinear) or product.bias is not None:
-        return product
-    return product.part if isinstance(product.ranks, SharedCollectives) else product
-
-
-def _are_packed(products: Iterable[LinearOp]) -> bool:
-    return all(map(_is_packed, products))
-
-
-def _is_packed(product: LinearOp) -> bool:
-    """Whether the kernels can read the layer's weight: its inputs are whole groups."""
-    plain = _plain(product)
-    return isinstance(plain, TiledLinear) or (
-        isinstance(plain, QuantLinear) and not plain.weight.num_in % plain.weight.group
-    )
-
-
-def _packed(product: LinearOp) -> TiledLinear | QuantLinear:
-    product = _plain(product)
-    assert isinstance(product, TiledLinear | QuantLinear)
-    return product
-
-
-def _address(array: npt.NDArray[Any]) -> int:
-    return array.ctypes.data
+    return first, mixer.out, *((mlp.gate_up, mlp.down) if isinstance(mlp, GatedMlp) else ())
 
 
 def _column(name: str, table: Tensor, columns: tuple[str, ...]) -> dict[str, int]:
@@ -525,11 +509,3 @@ def _column(name: str, table: Tensor, columns: tuple[str, ...]) -> dict[str, int
         f"{name}s": table[:, columns.index(name)].data_ptr(),
         f"{name}_columns": table.shape[1],
     }
-
-
-def _record(record: Records, values: Values) -> Records:
-    assert record.dtype.names is not None
-    assert set(values) == set(record.dtype.names)
-    for name, value in values.items():
-        record[name] = value
-    return record

@@ -104,16 +104,16 @@ class CompiledNorm:
 class CompiledGate:
     """`y = act(gate) * up`, with the contract of `GatedActivation`."""
 
-    __slots__ = ("_activation", "_in_torch")
+    __slots__ = ("_in_torch", "activation")
 
     def __init__(self, activation: str) -> None:
-        self._activation = activation
+        self.activation = activation
         self._in_torch = GatedActivation(activation)
 
     def __call__(self, joined: Tensor) -> Tensor:
         if joined.numel() <= FEW_ELEMENTS or not joined.is_contiguous():
             return self._in_torch(joined)
-        return gated_mul(joined, self._activation, num_workers=torch.get_num_threads())
+        return gated_mul(joined, self.activation, num_workers=torch.get_num_threads())
 
 
 def compiled_add_norm(weight: Tensor, /, *, eps: float, scale: float) -> AddNorm:
