@@ -249,13 +249,9 @@ def _target(device: Device, options: BuildOptions, form: WeightFormat, ops: Devi
             device.free_bytes(),
             form.prepare,
             form.prepare_grouped,
-            form.prepare_fp8_experts,
+            form.prepare_moved,
             ops.elementwise,
-            LinearBits(
-                form.stored_bits,
-                form.kept_bits,
-                form.kept_bits if form.prepare_fp8_experts else None,
-            ),
+            LinearBits(form.stored_bits, form.kept_bits),
         ),
         options.ranks,
     )

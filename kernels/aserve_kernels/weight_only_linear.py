@@ -98,11 +98,12 @@ def weight_only_linear(
     parts = x.new_empty((num_splits, *out.shape), dtype=torch.float32) if num_splits > 1 else out
     block_m = FEW_TOKENS if is_few else BLOCK_M
     _multiply_codes[(triton.cdiv(num_tokens, block_m) * num_tiles, num_splits)](
-        x, _bits(weight.codes), weight.scales, weight.offsets, None if num_splits > 1 else bias,
+        x, bits_of(weight.codes), weight.scales, weight.offsets, None if num_splits > 1 else bias,
         parts, num_tokens, x.stride(0),
         NUM_OUTPUTS=num_outputs,
         NUM_INPUTS=weight.num_inputs,
-        KIND=_kind(weight.codes),
+        ROW_BYTES=weight.codes.shape[1],
+        KIND=kind_of(weight.codes),
         GROUP=weight.group,
         ROWS=weight.rows,
         STEPS=steps,
@@ -143,12 +144,14 @@ def widened_ref(weight: CodedMatrix) -> Tensor:
     return wide if weight.offsets is None else wide + weight.offsets[groups].T
 
 
-def _kind(codes: Tensor) -> str:
+def kind_of(codes: Tensor) -> str:
+    """Returns KIND of the kernels."""
     kinds = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8", torch.uint8: "int4"}
     return kinds[codes.dtype]
 
 
-def _bits(codes: Tensor) -> Tensor:
+def bits_of(codes: Tensor) -> Tensor:
+    """Returns the codes as kernels take them."""
     return codes.view(torch.uint8) if codes.dtype == torch.float8_e4m3fn else codes
 
 
@@ -157,62 +160,77 @@ def _bits(codes: Tensor) -> Tensor:
 def _multiply_codes(
     x: tl.tensor, codes: tl.tensor, scales: tl.tensor, offsets: tl.tensor | None,
     bias: tl.tensor | None, out: tl.tensor, num_tokens: int, x_stride: int,
-    NUM_OUTPUTS: tl.constexpr, NUM_INPUTS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    NUM_OUTPUTS: tl.constexpr, NUM_INPUTS: tl.constexpr, ROW_BYTES: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program computes one [BLOCK_M tokens, BLOCK_N outputs] tile of the sum of STEPS steps.
     out [splits, tokens, out]."""
     num_blocks: tl.constexpr = (NUM_OUTPUTS + BLOCK_N - 1) // BLOCK_N
     num_steps: tl.constexpr = (NUM_INPUTS + BLOCK_K - 1) // BLOCK_K
-    num_scales: tl.constexpr = (NUM_OUTPUTS + ROWS - 1) // ROWS
-    width: tl.constexpr = BLOCK_K // 2 if KIND == "int4" else BLOCK_K  # codes in a row of a tile
-    row_bytes: tl.constexpr = num_steps * width if KIND == "int4" else NUM_INPUTS
     token_block, output_block = tile_at(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_M), num_blocks)
     split = tl.program_id(1)
     tokens = token_block * BLOCK_M + tl.arange(0, BLOCK_M)
     outputs = output_block * BLOCK_N + tl.arange(0, BLOCK_N)
     has_token = (tokens < num_tokens)[:, None]
     has_output = outputs < NUM_OUTPUTS
-    columns = tl.arange(0, width)[None, :]
     x_rows = x + tokens.to(tl.int64)[:, None] * x_stride
-    code_rows = codes + outputs.to(tl.int64)[:, None] * row_bytes
+    code_rows = codes + outputs.to(tl.int64)[:, None] * ROW_BYTES
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for step in range(split * STEPS, tl.minimum((split + 1) * STEPS, num_steps)):
-        start = step * BLOCK_K
-        at = start + columns
-        a = tl.load(x_rows + at, mask=has_token & (at < NUM_INPUTS), other=0.0)
-        products = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        group = start // GROUP
-        scale = tl.load(scales + group * num_scales + outputs // ROWS, mask=has_output, other=0.0)
-        if KIND == "int4":
-            pairs = tl.load(code_rows + step * width + columns, mask=has_output[:, None], other=0)
-            at += width
-            high = tl.load(x_rows + at, mask=has_token & (at < NUM_INPUTS), other=0.0)
-            lower = ((pairs & 15).to(tl.float32) - 8.0).to(x.dtype.element_ty)
-            upper = ((pairs >> 4).to(tl.float32) - 8.0).to(x.dtype.element_ty)
-            products = dot_add(products, a, tl.trans(lower))
-            products = dot_add(products, high, tl.trans(upper))
-            if offsets is not None:
-                sums = tl.sum(a.to(tl.float32), 1) + tl.sum(high.to(tl.float32), 1)
-                offset = tl.load(
-                    offsets + group * NUM_OUTPUTS + outputs, mask=has_output, other=0.0
-                )
-                acc += sums[:, None] * offset[None, :]
-        else:
-            bits = tl.load(code_rows + at, mask=has_output[:, None] & (at < NUM_INPUTS), other=0)
-            if KIND == "e4m3":
-                b = decoded(bits).to(x.dtype.element_ty)
-                scale *= E4M3_SHIFT
-            else:
-                b = bits.to(tl.float32).to(x.dtype.element_ty)
-            products = dot_add(products, a, tl.trans(b))
-        acc += products * scale[None, :]
+        acc = add_step(
+            acc, x_rows, code_rows, scales, offsets, has_token, outputs, step,
+            NUM_OUTPUTS=NUM_OUTPUTS, NUM_INPUTS=NUM_INPUTS, KIND=KIND, GROUP=GROUP, ROWS=ROWS,
+            BLOCK_K=BLOCK_K,
+        )  # fmt: skip
     if bias is not None:
         acc += tl.load(bias + outputs, mask=has_output, other=0.0).to(tl.float32)[None, :]
     rows = split.to(tl.int64) * num_tokens + tokens
     addresses = out + rows[:, None] * NUM_OUTPUTS + outputs[None, :]
     tl.store(addresses, acc.to(out.dtype.element_ty), mask=has_token & has_output[None, :])
+
+
+@triton.jit
+def add_step(
+    acc: tl.tensor, x_rows: tl.tensor, code_rows: tl.tensor, scales: tl.tensor,
+    offsets: tl.tensor | None, has_row: tl.tensor, outputs: tl.tensor, step: tl.tensor,
+    NUM_OUTPUTS: tl.constexpr, NUM_INPUTS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Adds the products of BLOCK_K inputs to acc [rows, outputs]. x_rows and has_row [rows, 1],
+    code_rows [outputs, 1] and outputs [outputs]; rows begin at these addresses."""
+    num_scales: tl.constexpr = (NUM_OUTPUTS + ROWS - 1) // ROWS
+    width: tl.constexpr = BLOCK_K // 2 if KIND == "int4" else BLOCK_K  # codes in a row of a tile
+    dtype: tl.constexpr = x_rows.dtype.element_ty
+    has_output = outputs < NUM_OUTPUTS
+    columns = tl.arange(0, width)[None, :]
+    start = step * BLOCK_K
+    at = start + columns
+    a = tl.load(x_rows + at, mask=has_row & (at < NUM_INPUTS), other=0.0)
+    products = tl.zeros_like(acc)
+    group = start // GROUP
+    scale = tl.load(scales + group * num_scales + outputs // ROWS, mask=has_output, other=0.0)
+    if KIND == "int4":
+        pairs = tl.load(code_rows + step * width + columns, mask=has_output[:, None], other=0)
+        at += width
+        high = tl.load(x_rows + at, mask=has_row & (at < NUM_INPUTS), other=0.0)
+        lower = ((pairs & 15).to(tl.float32) - 8.0).to(dtype)
+        upper = ((pairs >> 4).to(tl.float32) - 8.0).to(dtype)
+        products = dot_add(products, a, tl.trans(lower))
+        products = dot_add(products, high, tl.trans(upper))
+        if offsets is not None:
+            sums = tl.sum(a.to(tl.float32), 1) + tl.sum(high.to(tl.float32), 1)
+            offset = tl.load(offsets + group * NUM_OUTPUTS + outputs, mask=has_output, other=0.0)
+            acc += sums[:, None] * offset[None, :]
+    else:
+        bits = tl.load(code_rows + at, mask=has_output[:, None] & (at < NUM_INPUTS), other=0)
+        if KIND == "e4m3":
+            b = decoded(bits).to(dtype)
+            scale *= E4M3_SHIFT
+        else:
+            b = bits.to(tl.float32).to(dtype)
+        products = dot_add(products, a, tl.trans(b))
+    return acc + products * scale[None, :]
 
 
 @triton.jit

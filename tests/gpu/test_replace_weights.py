@@ -12,16 +12,30 @@ import torch
 from torch import Tensor
 
 from aserve.errors import ConfigError, EngineError
-from aserve.gpu.device.cpu.kernel_linear import QuantLinear, TiledLinear
-from aserve.gpu.device.cpu.linear import Fp16StoredLinear, PackedLinear, PerToken
+from aserve.gpu.device.cpu.kernel_linear import QuantLinear, TiledLinear, with_codes
+from aserve.gpu.device.cpu.linear import (
+    Fp16StoredLinear,
+    PackedLinear,
+    PerToken,
+    linear_per_expert,
+)
 from aserve.gpu.device.cpu.ops import CompiledNorm
-from aserve.gpu.device.cuda.quantized import WeightOnlyLinear, matrix_of
-from aserve.gpu.layers.linear import Linear, LinearOp
+from aserve.gpu.device.cuda.ops import prepare_grouped
+from aserve.gpu.device.cuda.quantized import (
+    PrepareQuantized,
+    PrepareQuantizedExperts,
+    WeightOnlyLinear,
+    matrix_of,
+)
+from aserve.gpu.layers.grouped_linear import Groups
+from aserve.gpu.layers.linear import Linear, LinearOp, prepare
 from aserve.gpu.layers.norm import HeadNorms
 from aserve.gpu.live_loader import LiveLoader
 from aserve.gpu.replace_weights import copies
 from aserve.gpu.weight_check import WeightChecker, hashes_of
+from aserve.gpu.weights.experts import StoredExperts
 from aserve.gpu.weights.quantized import rounded
+from aserve.gpu.weights.source import CPU
 from aserve.messages.changes import CheckWeights
 from aserve_kernels.cpu.gemm import compile_packed_linear
 from aserve_kernels.cpu.quant_linear import compile_quant_linear
@@ -139,6 +153,31 @@ def test_codes_of_4_bits_with_offsets_and_without_are_not_taken_over(
     ]
     with pytest.raises(ConfigError, match="cannot take over"):
         list(copies(*made))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_experts_with_codes_are_taken_over(bits: int) -> None:
+    """As CUDA multiplies them, and as one linear layer for each on the CPU."""
+    stacks = [
+        StoredExperts(
+            tuple(rounded(each, bits) for each in drawn(n, 3, 32, 128)), CPU, torch.float32
+        )
+        for n in (1, 2)
+    ]
+    keeps = PrepareQuantized(prepare, None, has_fp8=False, is_invariant=False)
+    groups = Groups(*(torch.tensor(each, dtype=torch.int32) for each in ([0, 2, 3], [2, 3, 6])))
+    for make, own in (
+        (PrepareQuantizedExperts(prepare_grouped, keeps), keeps),
+        (linear_per_expert, with_codes(prepare)),
+    ):
+        old, new = (make(stack, None, own) for stack in stacks)
+        for copy in list(copies(old, new)):
+            copy()
+        x = drawn(3, 6, 128)
+        assert torch.equal(old(x, groups), new(x, groups))
+        other = make(stacks[0].widened(), None, own)
+        with pytest.raises(ConfigError, match="cannot take over"):
+            list(copies(old, other))
 
 
 class UnreadableWeights(WeightChecker):

@@ -37,7 +37,7 @@ from aserve_kernels.delta_step import advance_rows
 from aserve_kernels.few_rows_linear import few_rows_linear
 from aserve_kernels.fp8_linear import GROUP, fp8_linear, quantize_rows
 from aserve_kernels.gated_mul import KINDS, gated_mul
-from aserve_kernels.grouped_fp8_linear import CodedExperts, grouped_fp8_linear
+from aserve_kernels.grouped_coded_linear import CodedExperts, grouped_coded_linear
 from aserve_kernels.grouped_linear import grouped_linear
 from aserve_kernels.index_scores import index_scores
 from aserve_kernels.invariant_linear import WIDE_FROM, invariant_linear
@@ -182,13 +182,18 @@ def call_grouped_linear() -> None:
     grouped_linear(zeros(4, 128), zeros(2, 100, 128), zeros(2, 100), bounds[:2], bounds[1:])
 
 
-def call_grouped_fp8_linear() -> None:
-    """Weights with a scale for each block, and for each row."""
+def call_grouped_coded_linear() -> None:
+    """Two experts of each format."""
     bounds = torch.tensor([0, 2, 4], dtype=torch.int32)
-    for group, rows in ((128, 128), (256, 1)):
-        scales = zeros(2, 256 // group, 128 // rows, dtype=torch.float32)
-        weights = CodedExperts(zeros(2, 128, 256, dtype=FP8), scales, group, rows)
-        grouped_fp8_linear(zeros(4, 256), weights, zeros(2, 128), bounds[:2], bounds[1:])
+    for weight in coded_matrices():
+        codes, scales, offsets = (
+            None if each is None else torch.stack([each.view(torch.uint8)] * 2).view(each.dtype)
+            for each in weight[:3]
+        )
+        assert codes is not None
+        assert scales is not None
+        weights = CodedExperts(codes, scales, offsets, *weight[3:])
+        grouped_coded_linear(zeros(4, 512), weights, zeros(2, 256), bounds[:2], bounds[1:])
 
 
 def call_invariant_linear(num_outs: int) -> None:
@@ -203,15 +208,20 @@ def coded_matrix(dtype: torch.dtype, *, group: int, rows: int = 1) -> CodedMatri
     return CodedMatrix(codes, scales, scales if is_4_bits else None, 512, group, rows)
 
 
-def call_weight_only_linear() -> None:
-    """Few tokens with a split sum, many in tiles: blocks of fp8, int8, and groups of 4 bits."""
-    weights = (
+def coded_matrices() -> tuple[CodedMatrix, ...]:
+    """Returns blocks of fp8, a scale per row of fp8 and int8, and groups of 4 bits."""
+    return (
         coded_matrix(FP8, group=128, rows=128),
+        coded_matrix(FP8, group=512),
         coded_matrix(torch.int8, group=512),
         coded_matrix(torch.uint8, group=128),
         coded_matrix(torch.uint8, group=32),
     )
-    for weight in weights:
+
+
+def call_weight_only_linear() -> None:
+    """Few tokens with a split sum, many in tiles."""
+    for weight in coded_matrices():
         for num_tokens in (2, FEW_TOKENS + 1):
             weight_only_linear(zeros(num_tokens, 512), weight, zeros(256))
 
@@ -342,7 +352,7 @@ PRODUCTS: tuple[Callable[[], object], ...] = (
     call_index_scores,
     lambda: call_invariant_linear(300),
     call_grouped_linear,
-    call_grouped_fp8_linear,
+    call_grouped_coded_linear,
     call_weight_only_linear,
 )
 EARLY_CALLS: tuple[Callable[[], object], ...] = (

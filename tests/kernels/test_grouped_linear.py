@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from aserve_kernels.grouped_fp8_linear import (
+from aserve_kernels.grouped_coded_linear import (
     CodedExperts,
-    grouped_fp8_linear,
-    grouped_fp8_linear_ref,
+    grouped_coded_linear,
+    grouped_coded_linear_ref,
 )
 from aserve_kernels.grouped_linear import BLOCK_M, grouped_linear, grouped_linear_ref
+from aserve_kernels.weight_only_linear import block_of, pack_4_bits
 from tests.kernels.tolerance import TOLERANCES, assert_close, draw
 
 # Rows of each expert, with gaps of rows that belong to none; (inputs, outputs).
@@ -54,39 +55,63 @@ def test_a_row_gets_the_same_bits_alone_and_among_any_number() -> None:
         assert torch.equal(alone, expected[row : row + 1])
 
 
-# (outputs, inputs) of a block with one scale; a scale per row, and blocks that divide no side.
-BLOCKS = [(1, 300), (128, 128), (32, 64), (1, 32)]
+# (kind of codes, outputs and inputs of a block with one scale, whether there are offsets): a scale
+# per row, blocks that divide no side, and groups of 4 bits.
+FORMATS = [
+    ("fp8", (1, 300), False),
+    ("fp8", (128, 128), False),
+    ("fp8", (32, 64), False),
+    ("fp8", (1, 32), False),
+    ("int8", (1, 300), False),
+    ("int4", (1, 300), True),
+    ("int4", (1, 128), True),
+    ("int4", (1, 32), False),
+    ("int4", (1, 32), True),
+]
+Format = tuple[str, tuple[int, int], bool]
 
 
-def coded(num_experts: int, block: tuple[int, int], *, num_outs: int = 70) -> CodedExperts:
-    rows, group = block
-    codes = draw(num_experts, num_outs, 300, seed=1).to(torch.float8_e4m3fn)
-    scales = draw(num_experts, -(-300 // group), -(-num_outs // rows), seed=3).abs() / 16 + 0.01
-    return CodedExperts(codes, scales, group, rows)
+def coded(num_experts: int, form: Format, *, num_outs: int = 70) -> CodedExperts:
+    kind, (rows, group), has_offsets = form
+    shape = (num_experts, -(-300 // group), -(-num_outs // rows))
+    scales = draw(*shape, seed=3).abs() / 16 + 0.01
+    offsets = draw(*shape, seed=4) / 8 if has_offsets else None
+    drawn = draw(num_experts, num_outs, 300, seed=1)
+    if kind == "fp8":
+        return CodedExperts(drawn.to(torch.float8_e4m3fn), scales, offsets, 300, group, rows)
+    if kind == "int8":
+        codes = (drawn * 40).clamp(-127, 127).to(torch.int8)
+        return CodedExperts(codes, scales / 40, offsets, 300, group)
+    block = block_of(300, group)
+    assert block is not None
+    digits = (drawn * 3).round().clamp(-8, 7).to(torch.int8)
+    codes = torch.stack([pack_4_bits(each, block) for each in digits])
+    return CodedExperts(codes, scales / 3, offsets, 300, group)
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("form", FORMATS, ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_rows_meet_their_experts_weights_in_fp8(dtype: torch.dtype, block: tuple[int, int]) -> None:
+def test_rows_meet_their_experts_codes(dtype: torch.dtype, form: Format) -> None:
     """With gaps and biases, and without."""
     for counts, gap in (([1], 0), ([0, 5, 0], 4), ([BLOCK_M, 0, BLOCK_M + 1], 0), ([0], 0)):
         starts, ends, num_rows = bounds(counts, gap)
         x = draw(num_rows, 303, dtype=dtype)[:, :300]
-        weights = coded(len(counts), block)
+        weights = coded(len(counts), form)
         biases = draw(len(counts), 70, dtype=dtype, seed=2) if gap else None
-        got = grouped_fp8_linear(x, weights, biases, starts, ends)
-        expected = grouped_fp8_linear_ref(x, weights, biases, starts, ends)
+        got = grouped_coded_linear(x, weights, biases, starts, ends)
+        expected = grouped_coded_linear_ref(x, weights, biases, starts, ends)
         for start, end in zip(starts, ends, strict=True):
             assert_close(got[start:end], expected[start:end])
 
 
 @pytest.mark.usefixtures("sums_in_one_order")
-def test_a_row_of_weights_in_fp8_gets_the_same_bits_alone_and_among_others() -> None:
-    weights = coded(2, (128, 128))
+@pytest.mark.parametrize("form", [FORMATS[1], FORMATS[6]], ids=str)
+def test_a_row_of_coded_weights_gets_the_same_bits_alone_and_among_others(form: Format) -> None:
+    weights = coded(2, form)
     x = draw(BLOCK_M + 4, 300)
     starts, ends, _ = bounds([BLOCK_M + 2, 2])
-    expected = grouped_fp8_linear(x, weights, None, starts, ends)
+    expected = grouped_coded_linear(x, weights, None, starts, ends)
     for row in (0, BLOCK_M + 1, BLOCK_M + 3):
         starts, ends, _ = bounds([1, 0] if row < BLOCK_M + 2 else [0, 1])
-        alone = grouped_fp8_linear(x[row : row + 1], weights, None, starts, ends)
+        alone = grouped_coded_linear(x[row : row + 1], weights, None, starts, ends)
         assert torch.equal(alone, expected[row : row + 1])

@@ -8,7 +8,8 @@ torch: one linear layer per expert, in the device's own format, over all rows.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,14 +31,38 @@ class GroupedLinearOp(Protocol):
         """x [rows, in] -> [rows, out]. Rows outside of the groups are undefined."""
 
 
+class QuantizedExperts(Protocol):
+    """The weights [experts, out, in] of experts that their checkpoint has quantized."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Returns the model's dtype."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Returns experts, outputs and inputs."""
+
+    def linears(self, biases: Iterable[Tensor | None]) -> Iterator[Linear]:
+        """Yields a linear layer for each expert."""
+
+    def widened(self) -> Tensor:
+        """Returns the weights in the model's dtype."""
+
+
+ExpertWeights: TypeAlias = Tensor | QuantizedExperts
+
+
 class PrepareGrouped(Protocol):
     """Called once for every grouped layer."""
 
     def __call__(
-        self, weights: Tensor, biases: Tensor | None, prepare: Prepare, /
+        self, weights: ExpertWeights, biases: Tensor | None, prepare: Prepare, /
     ) -> GroupedLinearOp:
         """weights [experts, out, in], biases [experts, out], on the device and in the model's
-        dtype. `prepare` makes the device's linear layers."""
+        dtype, or quantized. `prepare` makes the device's linear layers."""
 
 
 class AllRowsPerExpert:
@@ -58,16 +83,27 @@ class AllRowsPerExpert:
 
 
 def linear_per_expert(
-    weights: Tensor, biases: Tensor | None, prepare: Prepare, /
+    weights: ExpertWeights, biases: Tensor | None, prepare: Prepare, /
 ) -> AllRowsPerExpert:
     """The default `PrepareGrouped`."""
     return AllRowsPerExpert(split_experts(weights, biases, prepare))
 
 
-def split_experts(weights: Tensor, biases: Tensor | None, prepare: Prepare) -> tuple[LinearOp, ...]:
+def split_experts(
+    weights: ExpertWeights, biases: Tensor | None, prepare: Prepare
+) -> tuple[LinearOp, ...]:
     """One linear layer for each expert. The arguments are those of `PrepareGrouped`."""
-    every_bias = (None,) * len(weights) if biases is None else biases
-    return tuple(
-        prepare(Linear(weight, bias), weights.device, dtype=weights.dtype)
-        for weight, bias in zip(weights, every_bias, strict=True)
-    )
+    linears = linears_of(weights, biases)
+    return tuple(prepare(each, weights.device, dtype=weights.dtype) for each in linears)
+
+
+def linears_of(weights: ExpertWeights, biases: Tensor | None) -> Iterator[Linear]:
+    """Yields the linear layer of each expert, before a device takes it over."""
+    every_bias = (None,) * weights.shape[0] if biases is None else biases
+    if isinstance(weights, Tensor):
+        return map(Linear, weights, every_bias)
+    return weights.linears(every_bias)
+
+
+def widened(weights: ExpertWeights) -> Tensor:
+    return weights if isinstance(weights, Tensor) else weights.widened()

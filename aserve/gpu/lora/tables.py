@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 
 from aserve.errors import ConfigError
-from aserve.gpu.layers.grouped_linear import GroupedLinearOp
+from aserve.gpu.layers.grouped_linear import ExpertWeights, GroupedLinearOp
 from aserve.gpu.layers.linear import Linear, LinearOp
 from aserve.gpu.lora.adapter import LoraAdapter, LoraModule, read_adapter
 from aserve.gpu.models.registry import Code
 from aserve.gpu.sampling.params import RowTables
 from aserve.gpu.weights.checkpoint import Rename
 from aserve.gpu.weights.files import listed
-from aserve.gpu.weights.fp8 import ExpertWeights
 from aserve.gpu.weights.renamed import older_name
 from aserve.gpu.weights.source import WHOLE, Shard, WeightSource
 from aserve.messages.base import GIB

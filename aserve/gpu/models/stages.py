@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from aserve.errors import ConfigError
-from aserve.gpu.layers.grouped_linear import GroupedLinearOp, linear_per_expert
+from aserve.gpu.layers.grouped_linear import ExpertWeights, GroupedLinearOp, linear_per_expert
 from aserve.gpu.layers.linear import Linear, LinearOp, prepare
 from aserve.gpu.models.config.model import ModelConfig
-from aserve.gpu.weights.fp8 import ExpertWeights
 from aserve.gpu.weights.source import Stage, Target, WeightSource, wide_dtype
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")

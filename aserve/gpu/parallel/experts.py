@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from aserve.errors import ConfigError
 from aserve.gpu.decode.base import DecodeMode
@@ -105,7 +105,7 @@ class ExpertRanks:
             model.dtype,
             MAX_LOW_LATENCY_TOKENS if self.backend == LOW_LATENCY else 0,
         )
-        kernels = deepep_kernels(ranks, layout, _placed(layers[0])[0].stack.device)
+        kernels = deepep_kernels(ranks, layout, _placed(layers[0])[0].device)
         if kernels is not None:
             self.kernels.append(kernels)
 
@@ -121,7 +121,7 @@ class ExpertRanks:
             num_experts=mlp.num_experts,
             interval=self.interval,
             moves=ExpertMoves(self._exchange(self.group, has_fixed_shapes=False), placed),
-            device=placed[0].stack.device,
+            device=placed[0].device,
         )
 
     def _exchange(self, group: DeviceGroup, *, has_fixed_shapes: bool) -> GroupExchange:
@@ -167,6 +167,7 @@ def expert_ranks(
     travels = backend in EXCHANGING or interval is not None
     group = all_to_all_of(place, ranks) if travels else None
     dense = ranks if is_divided else ALONE
+    part = replace(part, are_moved=interval is not None)
     return ExpertRanks(ranks, dense, part, backend, interval, group)
 
 

@@ -16,11 +16,10 @@ from dataclasses import replace
 from torch import Tensor
 
 from aserve.errors import ConfigError
-from aserve.gpu.layers.grouped_linear import GroupedLinearOp, Groups
+from aserve.gpu.layers.grouped_linear import ExpertWeights, GroupedLinearOp, Groups
 from aserve.gpu.layers.linear import LinearOp
 from aserve.gpu.models.sharding import HEAD, ON_EVERY_RANK, ROW_PARALLEL, can_divide
 from aserve.gpu.parallel.collectives import ALONE, Collectives
-from aserve.gpu.weights.fp8 import ExpertWeights
 from aserve.gpu.weights.source import ExpertPart, Shard, Target, WeightSource
 
 
@@ -58,14 +57,28 @@ class SummedGroupedLinear:
 
 
 class PlacedExperts:
-    """A grouped linear layer of the experts that this rank has, which may be exchanged."""
+    """A grouped linear layer of the experts that this rank has. Only weights that are moved are
+    kept beside it, as numbers."""
 
-    __slots__ = ("_prepare", "part", "stack")
+    __slots__ = ("_prepare", "_stack", "device", "part")
 
-    def __init__(self, stack: Tensor, prepare: Callable[[Tensor], GroupedLinearOp]) -> None:
+    def __init__(
+        self,
+        weights: ExpertWeights,
+        prepare: Callable[[ExpertWeights], GroupedLinearOp],
+        *,
+        are_moved: bool = True,
+    ) -> None:
         self._prepare = prepare
-        self.stack = stack
-        self.part = prepare(stack)
+        self._stack = weights if are_moved and isinstance(weights, Tensor) else None
+        self.device = weights.device
+        self.part = prepare(weights)
+
+    @property
+    def stack(self) -> Tensor:
+        """Returns the weights [experts, out, in] of experts that are moved."""
+        assert self._stack is not None
+        return self._stack
 
     def replace(self, stack: Tensor) -> None:
         """stack [experts, out, in]. Captured graphs read the weights where they are."""
@@ -143,8 +156,8 @@ class RankWeights:
         if biases is not None:
             raise ConfigError("biases of experts are not divided among ranks")
         if self._shard.experts is not None:
-            assert isinstance(weights, Tensor)  # no source keeps experts in fp8 that may be moved
-            return PlacedExperts(weights, self._source.grouped)
+            are_moved = self._shard.moves_experts
+            return PlacedExperts(weights, self._source.grouped, are_moved=are_moved)
         return SummedGroupedLinear(self._source.grouped(weights), self._ranks)
 
     def tied_linear(self, name: str, weight: Tensor) -> LinearOp:
@@ -190,6 +203,8 @@ def for_rank(
             param="tensor_parallel_size",
         )
     shard = Shard(ranks.rank, ranks.num_ranks, experts=experts, has_own_rows=has_own_rows)
+    if shard.moves_experts:
+        target = replace(target, prepare_grouped=target.prepare_moved or target.prepare_grouped)
     return replace(target, shard=shard, divide=lambda source: RankWeights(source, ranks, shard))
 
 

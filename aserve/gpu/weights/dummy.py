@@ -12,9 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from aserve.gpu.layers.grouped_linear import GroupedLinearOp
+from aserve.gpu.layers.grouped_linear import ExpertWeights, GroupedLinearOp
 from aserve.gpu.layers.linear import Linear, LinearOp
-from aserve.gpu.weights.fp8 import ExpertWeights
 from aserve.gpu.weights.source import LoadProgress, Target, expert_parts, wide_dtype
 
 STD = 0.02  # transformers' usual initializer_range

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from aserve.errors import ConfigError
 from aserve.gpu.kv.layer_groups import LayerSpec
 from aserve.gpu.kv.store import kv_dtype_name
-from aserve.gpu.layers.grouped_linear import GroupedLinearOp, PrepareGrouped, linear_per_expert
+from aserve.gpu.layers.grouped_linear import PrepareGrouped, linear_per_expert
 from aserve.gpu.layers.linear import Prepare
-from aserve.gpu.weights.fp8 import Fp8Experts
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -47,14 +44,6 @@ class WeightRequest:
         return None if self.dtype == "auto" else parse_dtype(self.dtype)
 
 
-class PrepareFp8Experts(Protocol):
-    """Makes a grouped layer of experts that stay in fp8 as the checkpoint has them."""
-
-    def __call__(
-        self, weights: Fp8Experts, biases: Tensor | None, /, *, dtype: torch.dtype
-    ) -> GroupedLinearOp: ...
-
-
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
     """The format of a model's weights on a device, and the settings that are best with it."""
@@ -63,7 +52,9 @@ class WeightFormat:
     prepare: Prepare  # makes the linear layers
     about: str  # the choice and its reason in a few words, for the log
     prepare_grouped: PrepareGrouped = linear_per_expert  # makes the layers of experts
-    prepare_fp8_experts: PrepareFp8Experts | None = None  # None: they are widened
+    prepare_moved: PrepareGrouped | None = (
+        None  # of experts that move between ranks; None: the same
+    )
     stored_bits: float | None = None  # per weight of any linear layer; None: those of `dtype`
     kept_bits: float | None = None  # per weight of layers that stay quantized as they are stored
     kv_dtype: torch.dtype | None = None  # that is best for keys and values; None: `dtype`

@@ -14,7 +14,7 @@ compressed-tensors
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -51,46 +51,13 @@ class Fp8Weight:
     block: Block
     input_scale: Tensor | None = None  # float32 [1], of the activations
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.elements.shape
+
     def widened(self) -> Tensor:
         """Returns the weight, float32 [out, in]."""
         return widened(self.elements, self.scales, whole(self.elements.shape), self.block)
-
-
-@dataclass(frozen=True, slots=True)
-class Fp8Experts:
-    """The weights of a mixture's experts in fp8, all in blocks of the same size."""
-
-    elements: Tensor  # float8_e4m3fn [experts, out, in]
-    scales: Tensor  # float32 [experts, out / rows, in / columns], rounded up
-    block: Block
-
-    def widened(self, dtype: torch.dtype) -> Tensor:
-        """Returns the weights, `dtype` [experts, out, in]."""
-        wide = torch.empty(self.elements.shape, dtype=dtype, device=self.elements.device)
-        for own, elements, scales in zip(wide, self.elements, self.scales, strict=True):
-            own.copy_(Fp8Weight(elements, scales, self.block).widened())
-        return wide
-
-
-ExpertWeights: TypeAlias = Tensor | Fp8Experts  # [experts, out, in]
-
-
-def stacked(weights: Iterable[object], count: int, device: torch.device) -> Fp8Experts | None:
-    """Stacks the weights of `count` experts on the device, one at a time; None if one is not in
-    fp8, or their blocks differ."""
-    made: Fp8Experts | None = None
-    for number, weight in enumerate(weights):
-        if not isinstance(weight, Fp8Weight):
-            return None
-        if made is None:
-            sizes = ((count, *weight.elements.shape), (count, *weight.scales.shape))
-            elements = torch.empty(sizes[0], dtype=ELEMENT, device=device)
-            made = Fp8Experts(elements, torch.empty(sizes[1], device=device), weight.block)
-        if weight.block != made.block:
-            return None
-        made.elements[number].view(torch.uint8).copy_(weight.elements.view(torch.uint8))
-        made.scales[number].copy_(weight.scales)
-    return made
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,10 @@ class CodedWeight:
     bits: int = BITS
 
     @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    @property
     def group(self) -> int:
         """The inputs that share a scale."""
         return self.codes.shape[1] // self.scales.shape[1]

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from aserve.errors import ConfigError
-from aserve.gpu.layers.grouped_linear import GroupedLinearOp, linear_per_expert
+from aserve.gpu.layers.grouped_linear import ExpertWeights, GroupedLinearOp, linear_per_expert
 from aserve.gpu.layers.linear import Linear, LinearOp, prepare
 from aserve.gpu.layers.ops import PLAIN
 from aserve.gpu.weights.checkpoint import DTYPES, Checkpoint
 from aserve.gpu.weights.files import listed
-from aserve.gpu.weights.fp8 import ExpertWeights
 from aserve.gpu.weights.source import WHOLE, LinearBits, Shard, expert_parts
 
 # Some old checkpoints carry these tables, which follow from the configuration.
@@ -108,16 +107,17 @@ class Inventory:
     def held_bytes(
         self, bits: LinearBits, stored_bits: Callable[[str], int | None] = lambda _name: None
     ) -> int:
-        """Returns the size of this shard's weights on a device whose linear layers have `bits`. A
-        layer that is tied to another one has a copy of its own there if it has other bits."""
+        """Returns the size of this shard's weights on a device whose linear layers have `bits`, and
+        experts that are not moved between ranks. A layer that is tied to another one has a copy of
+        its own there if it has other bits."""
         own_bits = 8 * self.dtype.itemsize
         size_bits = float(self.num_weights * own_bits)
-        for name, shape in self.linears.items():
+        sizes = {name: math.prod(shape) for name, shape in self.linears.items()}
+        if not self._shard.moves_experts:
+            sizes |= self._experts
+        for name, size in sizes.items():
             found = bits.of(stored_bits(name))
-            size_bits += math.prod(shape) * ((own_bits if found is None else found) - own_bits)
-        if bits.kept_experts is not None and self._shard.experts is None:
-            kept = sum(size for name, size in self._experts.items() if stored_bits(name))
-            size_bits += kept * (bits.kept_experts - own_bits)
+            size_bits += size * ((own_bits if found is None else found) - own_bits)
         size_bits += sum(self._tied.values()) * (bits.every or 0)
         return math.ceil(size_bits / 8)
 

@@ -6,16 +6,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from aserve.errors import ConfigError
-from aserve.gpu.layers.grouped_linear import GroupedLinearOp
+from aserve.gpu.layers.grouped_linear import ExpertWeights, GroupedLinearOp
 from aserve.gpu.layers.linear import Linear, LinearOp
 from aserve.gpu.weights.checkpoint import Checkpoint
-from aserve.gpu.weights.fp8 import ExpertWeights, Fp8Experts, stacked, whole
+from aserve.gpu.weights.experts import StoredExperts, stored_experts
+from aserve.gpu.weights.fp8 import whole
 from aserve.gpu.weights.quantized import QuantizedLinear, QuantizedWeight, joined
 from aserve.gpu.weights.source import LoadProgress, Target, expert_parts, wide_dtype
 
@@ -81,9 +83,8 @@ class WeightReader:
         self, name: str, parts: Mapping[str, int], *, count: int, in_features: int
     ) -> ExpertWeights:
         experts = self._target.shard.held_experts(count)
-        kept = self._fp8_experts(name, parts, count=count, in_features=in_features)
+        kept = self._stored_experts(name, parts, experts, in_features=in_features)
         if kept is not None:
-            self._progress.advance(kept.elements.numel())
             return kept
         shape = (len(experts), sum(parts.values()), in_features)
         stack = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -94,9 +95,6 @@ class WeightReader:
         return stack
 
     def grouped(self, weights: ExpertWeights, biases: Tensor | None = None) -> GroupedLinearOp:
-        if isinstance(weights, Fp8Experts):
-            assert self._target.prepare_fp8_experts is not None
-            return self._target.prepare_fp8_experts(weights, biases, dtype=self.dtype)
         return self._target.prepare_grouped(weights, biases, self._target.prepare)
 
     def tied_linear(self, name: str, weight: Tensor) -> LinearOp:
@@ -129,18 +127,21 @@ class WeightReader:
                 parts.append(part)
         return joined(parts)
 
-    def _fp8_experts(
-        self, name: str, parts: Mapping[str, int], *, count: int, in_features: int
-    ) -> Fp8Experts | None:
-        """Returns the experts as they are stored, if all are in fp8 and the device keeps them.
-        Those that are placed on ranks are widened, because their weights may move."""
-        if self._target.prepare_fp8_experts is None or self._target.shard.experts is not None:
+    def _stored_experts(
+        self, name: str, parts: Mapping[str, int], experts: Sequence[int], *, in_features: int
+    ) -> StoredExperts | None:
+        """Returns the experts as they are stored, if all are quantized in one way. Those that are
+        moved between ranks are widened."""
+        if self._target.shard.moves_experts:
             return None
-        names = [expert_parts(name, parts, expert) for expert in range(count)]
+        names = [expert_parts(name, parts, expert) for expert in experts]
         shapes = [_weight_shapes(each, in_features) for each in names]
         if not all(map(self._checkpoint.stored_bits, itertools.chain(*shapes))):
             return None
-        return stacked(map(self._read_quantized, shapes), count, self.device)
+        kept = stored_experts(map(self._read_quantized, shapes), self.device, self.dtype)
+        if kept is not None:
+            self._progress.advance(math.prod(kept.shape))
+        return kept
 
     def _pieces(self, name: str, shape: tuple[int, ...]) -> list[tuple[slice, ...]]:
         if self._checkpoint.tensors[name].shape == shape:

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from aserve.gpu.layers.grouped_linear import GroupedLinearOp
+from aserve.gpu.layers.grouped_linear import ExpertWeights, GroupedLinearOp
 from aserve.gpu.layers.linear import LinearOp
-from aserve.gpu.weights.fp8 import ExpertWeights
 from aserve.gpu.weights.source import WeightSource
 
 # Newer checkpoints of models with several parts put these before the names of each part.

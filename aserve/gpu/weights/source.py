@@ -24,14 +24,13 @@ from torch import Tensor
 from aserve.errors import ConfigError
 from aserve.gpu.kv.store import Scales
 from aserve.gpu.layers.grouped_linear import (
+    ExpertWeights,
     GroupedLinearOp,
     PrepareGrouped,
     linear_per_expert,
 )
 from aserve.gpu.layers.linear import LinearOp, Prepare, prepare
 from aserve.gpu.layers.ops import PLAIN, Elementwise
-from aserve.gpu.weights.format import PrepareFp8Experts
-from aserve.gpu.weights.fp8 import ExpertWeights
 from aserve.host.limits import available_memory_bytes
 from aserve.messages.base import GIB
 
@@ -132,6 +131,7 @@ class ExpertPart:
     rank: int
     num_ranks: int
     num_redundant: int = 0
+    are_moved: bool = False  # between ranks, while the model runs
 
     def num_slots(self, num_experts: int) -> int:
         """Returns the slots of all ranks. Raises ConfigError if they cannot be divided."""
@@ -180,6 +180,11 @@ class Shard:
         if self.experts is None:
             return tuple(range(num_experts))
         return self.experts.held(num_experts)
+
+    @property
+    def moves_experts(self) -> bool:
+        """Whether experts are moved between ranks, so that their weights are those of the dtype."""
+        return self.experts is not None and self.experts.are_moved
 
     def is_whole_expert(self, name: str) -> bool:
         """Says whether `name` is of an expert, or of a shared one, that is not divided."""
@@ -269,11 +274,10 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class LinearBits:
-    """The bits per weight of linear layers on a device; None: those of the dtype."""
+    """The bits per weight of linear layers and experts on a device; None: those of the dtype."""
 
     every: float | None = None  # of all layers
     kept: float | None = None  # of those that stay quantized as the checkpoint has them
-    kept_experts: float | None = None  # the same of experts; None: those of the dtype
 
     def of(self, stored: int | None) -> float | None:
         """`stored`: the bits of the checkpoint's codes, None for numbers."""
@@ -288,7 +292,7 @@ class Target:
     memory_bytes: int | None = None  # free memory of the device; None: of the host
     prepare: Prepare = prepare
     prepare_grouped: PrepareGrouped = linear_per_expert
-    prepare_fp8_experts: PrepareFp8Experts | None = None  # None: they are widened
+    prepare_moved: PrepareGrouped | None = None  # of experts that are moved; None: the same
     elementwise: Elementwise = PLAIN
     bits: LinearBits = LinearBits()
     shard: Shard = WHOLE

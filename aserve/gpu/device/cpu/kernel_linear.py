@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aserve.errors import ConfigError
 from aserve.gpu.device.cpu.linear import linear_per_expert, prepare_packed
-from aserve.gpu.layers.grouped_linear import GroupedLinearOp, Groups
+from aserve.gpu.layers.grouped_linear import ExpertWeights, GroupedLinearOp, Groups
 from aserve.gpu.layers.linear import Linear, LinearOp, Prepare
 from aserve.gpu.weights.int4 import BITS, CodedWeight
 from aserve.gpu.weights.quantized import QuantizedLinear, rounded
@@ -94,7 +94,9 @@ class TiledExperts:
         return packed_grouped_linear(x, self._packed, self._biases, starts, ends)
 
 
-def prepare_experts(weights: Tensor, biases: Tensor | None, prepare: Prepare, /) -> GroupedLinearOp:
+def prepare_experts(
+    weights: ExpertWeights, biases: Tensor | None, prepare: Prepare, /
+) -> GroupedLinearOp:
     """A `PrepareGrouped` of any format: one kernel where the experts are in tiles."""
     layer = linear_per_expert(weights, biases, prepare)
     tiled = tuple(expert for expert in layer.experts if isinstance(expert, TiledLinear))

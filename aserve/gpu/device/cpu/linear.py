@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aserve.gpu.layers.grouped_linear import Groups, split_experts
+from aserve.gpu.layers.grouped_linear import ExpertWeights, Groups, split_experts
 from aserve.gpu.layers.linear import Linear, LinearOp, Prepare
 from aserve.gpu.layers.mlp import Activation, GatedActivation
 from aserve.gpu.layers.ops import Elementwise
@@ -85,7 +85,7 @@ class LinearPerExpert:
 
 
 def linear_per_expert(
-    weights: Tensor, biases: Tensor | None, prepare: Prepare, /
+    weights: ExpertWeights, biases: Tensor | None, prepare: Prepare, /
 ) -> LinearPerExpert:
     """A `PrepareGrouped`."""
     return LinearPerExpert(split_experts(weights, biases, prepare), weights.shape[1])

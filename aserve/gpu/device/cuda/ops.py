@@ -14,7 +14,13 @@ from torch.nn import functional
 
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.kv.store import RopeAndStoreKv, Scales, rope_then_store_kv
-from aserve.gpu.layers.grouped_linear import GroupedLinearOp, Groups, linear_per_expert
+from aserve.gpu.layers.grouped_linear import (
+    ExpertWeights,
+    GroupedLinearOp,
+    Groups,
+    linear_per_expert,
+    widened,
+)
 from aserve.gpu.layers.linear import Linear, LinearOp, Prepare
 from aserve.gpu.layers.mlp import Activation
 from aserve.gpu.layers.norm import Norm, SumAndNorm
@@ -130,11 +136,13 @@ class GroupedKernel:
         return grouped_linear(x, self._weights, self._biases, groups.starts, groups.ends)
 
 
-def prepare_grouped(weights: Tensor, biases: Tensor | None, prepare: Prepare, /) -> GroupedLinearOp:
+def prepare_grouped(
+    weights: ExpertWeights, biases: Tensor | None, prepare: Prepare, /
+) -> GroupedLinearOp:
     """Grouped layers of float32, bfloat16 or float16. Wider dtypes have one layer per expert."""
     if weights.dtype.itemsize > 4:
         return linear_per_expert(weights, biases, prepare)
-    return GroupedKernel(weights, biases)
+    return GroupedKernel(widened(weights), biases)
 
 
 def triton_sample_ops(dtype: torch.dtype) -> SampleOps:

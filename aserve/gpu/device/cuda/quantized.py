@@ -1,7 +1,7 @@
 """Linear layers of CUDA with weights of fp8, 8 and 4 bits, and which of them a model has.
 
-Layers that a checkpoint has in fp8 or 4 bits, and experts in fp8, are multiplied as they are
-stored, and `--quantization` rounds the other linear layers while they are loaded. Up to FEW_TOKENS
+Layers and experts that a checkpoint has in fp8, 8 or 4 bits are multiplied as they are stored, and
+`--quantization` rounds the others while they are loaded. Up to FEW_TOKENS
 tokens, where a step is as long as the weights take to be read, activations keep their dtype. More
 tokens are quantised to fp8, if the weights have it and the device multiplies it; those of experts
 never are. `--deterministic` has one kernel for any number of tokens.
@@ -9,18 +9,24 @@ never are. `--deterministic` has one kernel for any number of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from aserve.errors import ConfigError
-from aserve.gpu.device.cuda.ops import KERNEL_DTYPES, GroupedKernel
-from aserve.gpu.layers.grouped_linear import GroupedLinearOp, Groups
+from aserve.gpu.device.cuda.ops import KERNEL_DTYPES
+from aserve.gpu.layers.grouped_linear import (
+    ExpertWeights,
+    GroupedLinearOp,
+    Groups,
+    PrepareGrouped,
+    linears_of,
+)
 from aserve.gpu.layers.linear import Linear, LinearOp, Prepare
 from aserve.gpu.weights.format import WeightFormat, WeightRequest, dtype_name
-from aserve.gpu.weights.fp8 import FP8, Fp8Experts, Fp8Weight, rounded_to_fp8
+from aserve.gpu.weights.fp8 import FP8, Fp8Weight, rounded_to_fp8
 from aserve.gpu.weights.int4 import BITS as INT4_BITS
 from aserve.gpu.weights.int4 import INT4
 from aserve.gpu.weights.quantized import (
@@ -31,7 +37,7 @@ from aserve.gpu.weights.quantized import (
     rounded,
 )
 from aserve_kernels import fp8_linear as kernels
-from aserve_kernels.grouped_fp8_linear import CodedExperts, grouped_fp8_linear
+from aserve_kernels.grouped_coded_linear import CodedExperts, grouped_coded_linear
 from aserve_kernels.weight_only_linear import (
     FEW_TOKENS,
     CodedMatrix,
@@ -70,17 +76,18 @@ def with_quantized(format_: WeightFormat, request: WeightRequest, *, has_fp8: bo
         has_fp8=has_fp8,
         is_invariant=request.is_deterministic,
     )
+    format_ = replace(
+        format_,
+        prepare=prepare,
+        prepare_grouped=PrepareQuantizedExperts(format_.prepare_grouped, prepare),
+        prepare_moved=format_.prepare_grouped,
+    )
     if name is None:
         stored = request.stored_quantization or ""
-        return replace(
-            format_,
-            prepare=prepare,
-            about=f"{format_.about}, quantized layers as they are",
-            kept_bits=BITS[stored],
-            prepare_fp8_experts=prepare_fp8_experts if stored == FP8 else None,
-        )
+        about = f"{format_.about}, quantized layers as they are"
+        return replace(format_, about=about, kept_bits=BITS[stored])
     about = f"{format_.about} with {name} weights"
-    return replace(format_, prepare=prepare, about=about, stored_bits=BITS[name])
+    return replace(format_, about=about, stored_bits=BITS[name])
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +101,7 @@ class PrepareQuantized:
     is_invariant: bool
 
     def __call__(self, linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
-        weight = self._quantized(linear, device)
+        weight = self.quantized(linear, device)
         if weight is None:
             return self.others(linear, device, dtype=dtype)
         matrix = matrix_of(weight)
@@ -104,7 +111,8 @@ class PrepareQuantized:
             return Fp8Linear(matrix, bias, weight.input_scale, has_library=_library(matrix, dtype))
         return WeightOnlyLinear(matrix, bias, is_invariant=self.is_invariant)
 
-    def _quantized(self, linear: Linear, device: torch.device) -> QuantizedWeight | None:
+    def quantized(self, linear: Linear, device: torch.device) -> QuantizedWeight | None:
+        """Returns the weight in the format in which it is multiplied; None: as numbers."""
         if isinstance(linear, QuantizedLinear) and self._keeps(linear.stored):
             return linear.stored
         return None if self.name is None else ROUND[self.name](linear.weight.to(device))
@@ -162,8 +170,8 @@ class Fp8Linear:
         return product
 
 
-class GroupedFp8Linear:
-    """The weights of experts in fp8, and activations in the model's dtype. It is a
+class GroupedCodedLinear:
+    """The weights of experts in any format, and activations in the model's dtype. It is a
     `GroupedLinearOp` that reads the bounds on the device."""
 
     __slots__ = ("_biases", "_weights")
@@ -173,22 +181,40 @@ class GroupedFp8Linear:
         self._biases = biases
 
     def __call__(self, x: Tensor, groups: Groups, /) -> Tensor:
-        return grouped_fp8_linear(x, self._weights, self._biases, groups.starts, groups.ends)
+        return grouped_coded_linear(x, self._weights, self._biases, groups.starts, groups.ends)
 
 
-def prepare_fp8_experts(
-    weights: Fp8Experts, biases: Tensor | None, /, *, dtype: torch.dtype
-) -> GroupedLinearOp:
-    """A `PrepareFp8Experts` for float32, bfloat16 and float16. Experts in blocks that the kernel
-    does not support are widened."""
-    rows, group = weights.block
-    num_inputs = weights.elements.shape[2]
-    if block_of(num_inputs, group) is None:
-        return GroupedKernel(weights.widened(dtype), biases)
-    scales = weights.scales.transpose(1, 2).contiguous()
-    return GroupedFp8Linear(
-        CodedExperts(weights.elements, scales, min(group, num_inputs), rows), biases
-    )
+@dataclass(frozen=True, slots=True)
+class PrepareQuantizedExperts:
+    """A `PrepareGrouped` for float32, bfloat16 and float16, whose experts have the formats of
+    `layers`. `others` makes those that have none."""
+
+    others: PrepareGrouped
+    layers: PrepareQuantized
+
+    def __call__(
+        self, weights: ExpertWeights, biases: Tensor | None, prepare: Prepare, /
+    ) -> GroupedLinearOp:
+        matrices = []
+        for linear in linears_of(weights, biases):
+            weight = self.layers.quantized(linear, weights.device)
+            if weight is None:
+                return self.others(weights, biases, prepare)
+            matrices.append(matrix_of(weight))
+        return GroupedCodedLinear(_stacked(matrices), biases)
+
+
+def _stacked(matrices: Sequence[CodedMatrix]) -> CodedExperts:
+    """Joins experts of one shape and format. NOTE: torch stacks no elements of fp8."""
+    first = matrices[0]
+    bits = torch.stack([each.codes.view(torch.uint8) for each in matrices])
+    offsets = None
+    if any(each.offsets is not None for each in matrices):
+        none = torch.zeros_like(first.scales)
+        offsets = torch.stack([none if each.offsets is None else each.offsets for each in matrices])
+    scales = torch.stack([each.scales for each in matrices])
+    codes = bits.view(first.codes.dtype)
+    return CodedExperts(codes, scales, offsets, first.num_inputs, first.group, first.rows)
 
 
 def matrix_of(weight: QuantizedWeight) -> CodedMatrix:
