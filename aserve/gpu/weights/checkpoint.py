@@ -8,6 +8,7 @@ reader asks for that. Tensors in MXFP4 (`mxfp4.py`) are read as bfloat16.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import product
@@ -24,7 +25,7 @@ from aserve.errors import ConfigError
 from aserve.gpu.weights import fp8, int4, mxfp4
 from aserve.gpu.weights.files import INDEX, SINGLE, WeightFile, listed, open_file, read_index
 from aserve.gpu.weights.gguf import GgufSlice
-from aserve.gpu.weights.quantized import Quantization, QuantizedWeight
+from aserve.gpu.weights.quantized import Quantization, QuantizedWeight, StoredBits
 
 CPU = torch.device("cpu")
 # The parts of tensors of all experts, by the ends of their names.
@@ -153,12 +154,17 @@ class Checkpoint:
         stored = self._read_stored(name, part)
         return self._fp8_scales(name).widened(stored, part) if name in self._scales else stored
 
-    def stored_bits(self, name: str) -> int | None:
+    def stored_bits(self, name: str) -> StoredBits | None:
         """Returns the bits of a weight that a device may keep as it is stored; None for others."""
         if name in self._coded:
-            return int4.BITS
+            assert self._method is not None
+            scales = self._coded[name][int4.NAMES[self._method].scales].shape
+            size = math.prod(self.tensors[name].shape)
+            return StoredBits(int4.BITS, size // math.prod(scales))
+        if name in self._scales:
+            return StoredBits(8)
         blocks = self._blocks(name)
-        return blocks.bits if blocks is not None else 8 if name in self._scales else None
+        return None if blocks is None else blocks.bits
 
     def _blocks(self, name: str) -> GgufSlice | None:
         """Returns a tensor of a GGUF file."""

@@ -56,7 +56,9 @@ class WeightFormat:
         None  # of experts that move between ranks; None: the same
     )
     stored_bits: float | None = None  # per weight of any linear layer; None: those of `dtype`
-    kept_bits: float | None = None  # per weight of layers that stay quantized as they are stored
+    # Of the scale and the offset of a group of weights, where layers that the checkpoint has
+    # quantized stay so; None: none stays.
+    factor_bits: int | None = None
     kv_dtype: torch.dtype | None = None  # that is best for keys and values; None: `dtype`
     max_threads: int | None = None  # more threads than this make a step no faster; None: unknown
     max_mixed_prefill_tokens: int | None = None  # prefill cap of a mixed step; None: no cap

@@ -25,7 +25,7 @@ from aserve.errors import ConfigError
 from aserve.gguf.families import RowOrder
 from aserve.gguf.table import GgufTensor, file_name, read_table
 from aserve.gpu.weights.int4 import BITS, MIDDLE, CodedWeight
-from aserve.gpu.weights.quantized import rounded
+from aserve.gpu.weights.quantized import StoredBits, rounded
 
 Bytes = npt.NDArray[np.uint8]
 Coded = tuple[Tensor, Tensor, Tensor]  # codes, scales and offsets of a `CodedWeight`
@@ -98,11 +98,11 @@ class GgufSlice:
         return NUMBERS[self._kind][0] if self._kind in NUMBERS else "F32"
 
     @property
-    def bits(self) -> int | None:
+    def bits(self) -> StoredBits | None:
         """The bits of its codes, None if it is stored as numbers."""
         if self._kind in NUMBERS:
             return None
-        return BITS if self._kind in FOUR_BITS else 8
+        return StoredBits(BITS, GROUP) if self._kind in FOUR_BITS else StoredBits(8)
 
     def __getitem__(self, part: tuple[int | slice, ...]) -> Tensor:
         tensor, rows, columns = self._tensor, part[:1], part[1:]

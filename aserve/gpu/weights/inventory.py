@@ -17,6 +17,7 @@ from aserve.gpu.layers.linear import Linear, LinearOp, prepare
 from aserve.gpu.layers.ops import PLAIN
 from aserve.gpu.weights.checkpoint import DTYPES, Checkpoint
 from aserve.gpu.weights.files import listed
+from aserve.gpu.weights.quantized import StoredBits
 from aserve.gpu.weights.source import WHOLE, LinearBits, Shard, expert_parts
 
 # Some old checkpoints carry these tables, which follow from the configuration.
@@ -105,7 +106,7 @@ class Inventory:
         return self.num_weights * self.dtype.itemsize
 
     def held_bytes(
-        self, bits: LinearBits, stored_bits: Callable[[str], int | None] = lambda _name: None
+        self, bits: LinearBits, stored_bits: Callable[[str], StoredBits | None] = lambda _name: None
     ) -> int:
         """Returns the size of this shard's weights on a device whose linear layers have `bits`, and
         experts that are not moved between ranks. A layer that is tied to another one has a copy of

@@ -8,7 +8,7 @@ weight, which is made when it is asked for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +25,13 @@ INT8 = "int8"  # the name of a format for devices, beside FP8 and INT4
 GROUP = 128  # inputs that share a scale and an offset of 4 bits
 INT8_MAX = 127
 INT4_MAX = 15  # of unsigned codes
+
+
+class StoredBits(NamedTuple):
+    """The size of a weight in the checkpoint's codes."""
+
+    bits: int  # of a code
+    group: int | None = None  # codes with one scale and one offset; None: a row or a block, or more
 
 
 class QuantizedLinear(Linear):

@@ -31,6 +31,7 @@ from aserve.gpu.layers.grouped_linear import (
 )
 from aserve.gpu.layers.linear import LinearOp, Prepare, prepare
 from aserve.gpu.layers.ops import PLAIN, Elementwise
+from aserve.gpu.weights.quantized import StoredBits
 from aserve.host.limits import available_memory_bytes
 from aserve.messages.base import GIB
 
@@ -277,11 +278,14 @@ class LinearBits:
     """The bits per weight of linear layers and experts on a device; None: those of the dtype."""
 
     every: float | None = None  # of all layers
-    kept: float | None = None  # of those that stay quantized as the checkpoint has them
+    # Of the scale and the offset of a group, where layers stay quantized as they are stored.
+    factors: int | None = None
 
-    def of(self, stored: int | None) -> float | None:
+    def of(self, stored: StoredBits | None) -> float | None:
         """`stored`: the bits of the checkpoint's codes, None for numbers."""
-        return self.every if stored is None or self.kept is None else max(self.kept, stored)
+        if stored is None or self.factors is None:
+            return self.every
+        return stored.bits + (0 if stored.group is None else self.factors / stored.group)
 
 
 @dataclass(frozen=True, slots=True)

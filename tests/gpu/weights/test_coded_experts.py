@@ -62,7 +62,7 @@ class Made:
             memory_bytes=FREE_BYTES,
             prepare=prepare,
             prepare_grouped=prepare_grouped,
-            bits=LinearBits(form.stored_bits, form.kept_bits),
+            bits=LinearBits(form.stored_bits, form.factor_bits),
             check_added=note,
         )
 
@@ -97,7 +97,8 @@ def test_experts_of_4_bits_are_never_widened(
 
     quantized = [each for each in made.linears if isinstance(each, QuantLinear)]
     plain = [w for name, w in load_file(wide / "model.safetensors").items() if "_proj" not in name]
-    held_bytes = sum(each.weight.codes.nbytes for each in quantized)
+    weights = [each.weight for each in quantized]
+    held_bytes = sum(each.codes.nbytes + each.factors.nbytes for each in weights)
     held_bytes += 4 * sum(each.numel() for each in plain)
     assert held_bytes == FREE_BYTES - made.left_bytes
 

@@ -16,7 +16,7 @@ from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.weights.checkpoint import Checkpoint
 from aserve.gpu.weights.fp8 import Fp8, Fp8Weight
 from aserve.gpu.weights.inventory import Inventory
-from aserve.gpu.weights.quantized import QuantizedLinear, joined
+from aserve.gpu.weights.quantized import QuantizedLinear, StoredBits, joined
 from aserve.gpu.weights.reader import WeightReader
 from aserve.gpu.weights.source import LinearBits, LoadProgress, Shard, Target
 from tests.gpu.weights.checkpoints import llama_weights, write_checkpoint
@@ -147,16 +147,21 @@ def test_memory_is_that_of_the_bits_of_each_layer() -> None:
     rounded = 2 * (1600 + 24) + 24 * 16 + 256 + 1600
     assert inventory.held_bytes(LinearBits(every=8)) == rounded  # the head has a copy
     kept = 2 * (1600 + 24 * 16 + 24)
-    assert inventory.held_bytes(LinearBits(kept=4), {"o.weight": 4}.get) == kept + 128
-    assert inventory.held_bytes(LinearBits(kept=4.5), {"o.weight": 4}.get) == kept + 144
-    assert inventory.held_bytes(LinearBits(kept=4.5), {"o.weight": 8}.get) == kept + 256
+    for stored, factors, size in (
+        (StoredBits(4), 32, 128),
+        (StoredBits(4, 16), 32, 128 + 64),
+        (StoredBits(4, 16), 64, 128 + 128),
+        (StoredBits(8), 64, 256),
+    ):
+        bits = LinearBits(factors=factors)
+        assert inventory.held_bytes(bits, {"o.weight": stored}.get) == kept + size
 
 
 def test_more_memory_than_the_quantized_weights_need_is_not_asked_for(tmp_path: Path) -> None:
     form, (stored, _) = FORMATS["fp8 in blocks"], published(FORMATS["fp8 in blocks"])
     own = write_checkpoint(tmp_path, stored, quantization_config=form.config, **SIZES)
     size = sum(tensor.nbytes for name, tensor in stored.items() if "scale" not in name)
-    target = Target(memory_bytes=size, bits=LinearBits(kept=8))
+    target = Target(memory_bytes=size, bits=LinearBits(factors=64))
     model = load_model(own, target=replace(target, memory_bytes=None))
     assert isinstance(model, Decoder)
     table_bytes = sum(rotary.table.nbytes for rotary in model.rotaries)

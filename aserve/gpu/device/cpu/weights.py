@@ -24,7 +24,7 @@ from aserve.gpu.device.cpu.linear import (
 )
 from aserve.gpu.layers.linear import prepare
 from aserve.gpu.weights.format import WeightFormat, WeightRequest, dtype_name
-from aserve.gpu.weights.int4 import BITS, INT4
+from aserve.gpu.weights.int4 import INT4
 
 # The size of a small model's weights in float32. Its products end before a second thread has begun,
 # and the event loop needs a core as well, so it runs in one thread. Without instructions for
@@ -43,6 +43,9 @@ SMALL_MIXED_PREFILL_TOKENS = 60
 # PERF: the 16 streams above, CPU seconds of the executor thread for 1,000 tokens, machine busy:
 # 0.20 in float32, 0.13 in bfloat16. So larger models use bfloat16 where the processor has it.
 TINY_BYTES = 8 << 20
+
+
+FACTOR_BITS = 2 * 16  # of the scale and the offset of a group of codes
 
 
 def choose_cpu_format(request: WeightRequest, isa: CpuIsa) -> WeightFormat:
@@ -108,7 +111,9 @@ def _with_codes(format_: WeightFormat, request: WeightRequest, isa: CpuIsa) -> W
     from aserve.gpu.device.cpu.kernel_linear import with_codes
 
     about = f"{format_.about}, quantized layers as they are"
-    return replace(format_, prepare=with_codes(format_.prepare), about=about, kept_bits=BITS)
+    return replace(
+        format_, prepare=with_codes(format_.prepare), about=about, factor_bits=FACTOR_BITS
+    )
 
 
 def _unquantized_format(request: WeightRequest, isa: CpuIsa) -> WeightFormat:

@@ -52,8 +52,9 @@ ROUND: Mapping[str, Callable[[Tensor], QuantizedWeight]] = {
     INT8: lambda weight: rounded(weight, 8),
     INT4: lambda weight: rounded(weight, 4),
 }
-# Of a weight in each format, with the scale and the offset of each group.
-BITS: Mapping[str, float] = {FP8: 8, INT8: 8, INT4: 4 + 2 * 32 / GROUP}
+FACTOR_BITS = 2 * 32  # of the scale and the offset of a group of codes
+# Of a weight in each format that is rounded to.
+BITS: Mapping[str, float] = {FP8: 8, INT8: 8, INT4: 4 + FACTOR_BITS / GROUP}
 
 
 def with_quantized(format_: WeightFormat, request: WeightRequest, *, has_fp8: bool) -> WeightFormat:
@@ -83,9 +84,8 @@ def with_quantized(format_: WeightFormat, request: WeightRequest, *, has_fp8: bo
         prepare_moved=format_.prepare_grouped,
     )
     if name is None:
-        stored = request.stored_quantization or ""
         about = f"{format_.about}, quantized layers as they are"
-        return replace(format_, about=about, kept_bits=BITS[stored])
+        return replace(format_, about=about, factor_bits=FACTOR_BITS)
     about = f"{format_.about} with {name} weights"
     return replace(format_, about=about, stored_bits=BITS[name])
 

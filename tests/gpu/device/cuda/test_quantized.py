@@ -14,6 +14,7 @@ from aserve.errors import ConfigError
 from aserve.gpu.device.cuda.device import CudaDevice
 from aserve.gpu.device.cuda.quantized import (
     BITS,
+    FACTOR_BITS,
     Fp8Linear,
     PrepareQuantized,
     WeightOnlyLinear,
@@ -65,7 +66,7 @@ def test_a_model_is_multiplied_as_its_checkpoint_has_it(name: str, tmp_path: Pat
     )
     num_kept = sum(isinstance(layer, WeightOnlyLinear) for layer in made)
     assert (num_kept, len(made)) == (4, 5)  # all but the head
-    assert chosen.kept_bits == BITS[form.device_name]
+    assert chosen.factor_bits == FACTOR_BITS
 
 
 def fp8_layer(block: tuple[int, int], *, has_input_scale: bool = False) -> QuantizedLinear:
@@ -154,4 +155,4 @@ def test_float64_has_no_quantized_layers() -> None:
     with pytest.raises(ConfigError, match="--quantization fp8 multiplies in float32, bfloat16 or"):
         format_of(replace(BASE, dtype="float64", quantization="fp8"))
     widened = format_of(replace(BASE, dtype="float64", stored_quantization="fp8"))
-    assert widened.kept_bits is None
+    assert widened.factor_bits is None

@@ -25,7 +25,7 @@ from aserve.gpu.weights.format import WeightRequest
 from aserve.gpu.weights.fp8 import Fp8
 from aserve.gpu.weights.int4 import Method
 from aserve.gpu.weights.inventory import Inventory
-from aserve.gpu.weights.quantized import Quantization
+from aserve.gpu.weights.quantized import Quantization, StoredBits
 from aserve.gpu.weights.reader import WeightReader
 from aserve.gpu.weights.source import ExpertPart, LinearBits, LoadProgress, Shard, Target
 from aserve_kernels.grouped_linear import grouped_linear_ref
@@ -193,14 +193,15 @@ def test_memory_is_asked_for_the_bits_of_the_experts_that_stay_quantized() -> No
     inventory.stacked("m.experts", {"up": 32, "gate": 32}, count=4, in_features=16)
     inventory.tensor("norm", (16,))
     plain = 2 * (4 * 64 * 16 + 16)
-    bits = LinearBits(kept=4)
-    assert inventory.held_bytes(bits, lambda _name: 8) == 4 * 64 * 16 + 32
-    assert inventory.held_bytes(bits, lambda _name: 4) == 4 * 64 * 16 // 2 + 32
-    ups = inventory.held_bytes(bits, lambda name: 8 if ".up" in name else None)
+    bits, eight = LinearBits(factors=64), StoredBits(8)
+    assert inventory.held_bytes(bits, lambda _name: eight) == 4 * 64 * 16 + 32
+    assert inventory.held_bytes(bits, lambda _name: StoredBits(4, 16)) == 4 * 64 * 16 + 32
+    assert inventory.held_bytes(bits, lambda _name: StoredBits(4, 64)) == 4 * 64 * 10 + 32
+    ups = inventory.held_bytes(bits, lambda name: eight if ".up" in name else None)
     assert ups == plain - 4 * 32 * 16
-    assert inventory.held_bytes(LinearBits(), lambda _name: 8) == plain
+    assert inventory.held_bytes(LinearBits(), lambda _name: eight) == plain
     assert inventory.held_bytes(LinearBits(every=8)) == 4 * 64 * 16 + 32
     for are_moved, size in ((False, 1), (True, 2)):
         placed = Inventory(torch.bfloat16, Shard(experts=ExpertPart(0, 2, are_moved=are_moved)))
         placed.stacked("m.experts", {"up": 32}, count=4, in_features=16)
-        assert placed.held_bytes(bits, lambda _name: 8) == size * 2 * 32 * 16
+        assert placed.held_bytes(bits, lambda _name: StoredBits(8)) == size * 2 * 32 * 16
