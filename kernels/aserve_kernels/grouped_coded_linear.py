@@ -39,6 +39,7 @@ class CodedExperts(NamedTuple):
     num_inputs: int
     group: int  # inputs with one scale, as block_of supports it
     rows: int = 1  # outputs with one scale
+    is_e2m1: bool = False
 
 
 def grouped_coded_linear(
@@ -63,7 +64,7 @@ def grouped_coded_linear(
         NUM_OUTPUTS=num_outputs,
         NUM_INPUTS=weights.num_inputs,
         ROW_BYTES=row_bytes,
-        KIND=kind_of(weights.codes),
+        KIND=kind_of(weights.codes, is_e2m1=weights.is_e2m1),
         GROUP=weights.group,
         ROWS=weights.rows,
         BLOCK_M=BLOCK_M,
@@ -79,10 +80,9 @@ def grouped_coded_linear_ref(
     x: Tensor, weights: CodedExperts, biases: Tensor | None, starts: Tensor, ends: Tensor
 ) -> Tensor:
     offsets = (None,) * len(weights.codes) if weights.offsets is None else weights.offsets
-    sizes = (weights.num_inputs, weights.group, weights.rows)
     wide = [
-        widened_ref(CodedMatrix(*own, *sizes))
-        for own in zip(weights.codes, weights.scales, offsets, strict=True)
+        widened_ref(CodedMatrix(codes, scales, own, *weights[3:]))
+        for codes, scales, own in zip(weights.codes, weights.scales, offsets, strict=True)
     ]
     return grouped_linear_ref(x, torch.stack(wide), biases, starts, ends)
 

@@ -2,18 +2,19 @@
 
     y = x W^T + b,  W[o, i] = scales[i // group, o // rows] * code[o, i] + offsets[i // group, o]
 
-A code is an element of fp8 (E4M3), an integer of 8 bits, or one of 4 bits from -8 to 7. Each code
-is exact in bfloat16 and float16, so tensor cores multiply codes, and a group's sum of products is
-scaled in float32. The offsets multiply the sums of the groups of x.
+A code is an element of fp8 (E4M3), an integer of 8 bits, or one of 4 bits, which is an integer from
+-8 to 7 or an element of MXFP4 (E2M1). Each code is exact in bfloat16 and float16, so tensor cores
+multiply codes, and a group's sum of products is scaled in float32. The offsets multiply the sums of
+the groups of x.
 
 Codes of 4 bits lie in blocks of inputs, two to a byte: byte j of a block has input j in its lower
-bits (plus 8), and input j + block / 2 in its upper ones. So the lower bits of a tile of bytes are
-the weights of one contiguous slice of x, and the upper bits those of another, and no value changes
-its place between memory and the product. The block is the largest of 128, 64 and 32 that divides
-the group.
+bits (integers plus 8), and input j + block / 2 in its upper ones. So the lower bits of a tile of
+bytes are the weights of one contiguous slice of x, and the upper bits those of another, and no
+value changes its place between memory and the product. The block is the largest of 128, 64 and 32
+that divides the group.
 
-E4M3 is decoded by its bits, which works on GPUs without fp8 as well: moved into the exponent and
-mantissa of a float16, they are the value times 2^-8.
+E4M3 and E2M1 are decoded by their bits, which works on GPUs without such elements as well: moved
+into the exponent and mantissa of a float16, they are the value times 2^-8 or 2^-14.
 
 Up to FEW_TOKENS tokens read a weight once, and the sum over `in` is split, so that small weights
 occupy the whole device; a second kernel adds the parts in a fixed order (split-K). More tokens are
@@ -43,6 +44,8 @@ BLOCK_N = 64
 NUM_PROGRAMS = 512  # about four for each multiprocessor of a large GPU
 BLOCKS = (128, 64, 32)  # inputs of a step, which share a scale
 E4M3_SHIFT = tl.constexpr(256.0)
+E2M1_SHIFT = tl.constexpr(16384.0)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # elements without a sign
 PER_SUM = 1024  # outputs that a program adds the parts of
 
 
@@ -55,6 +58,7 @@ class CodedMatrix(NamedTuple):
     num_inputs: int
     group: int  # inputs with one scale, as block_of supports it
     rows: int = 1  # outputs with one scale
+    is_e2m1: bool = False  # codes of 4 bits are elements of MXFP4
 
 
 def block_of(num_inputs: int, group: int) -> int | None:
@@ -103,7 +107,7 @@ def weight_only_linear(
         NUM_OUTPUTS=num_outputs,
         NUM_INPUTS=weight.num_inputs,
         ROW_BYTES=weight.codes.shape[1],
-        KIND=kind_of(weight.codes),
+        KIND=kind_of(weight.codes, is_e2m1=weight.is_e2m1),
         GROUP=weight.group,
         ROWS=weight.rows,
         STEPS=steps,
@@ -138,14 +142,19 @@ def widened_ref(weight: CodedMatrix) -> Tensor:
         block = block_of(num_inputs, weight.group)
         assert block is not None
         codes = unpack_4_bits(codes, num_inputs, block)
+    if weight.is_e2m1:
+        values = torch.tensor([*E2M1, *(-value for value in E2M1)], device=codes.device)
+        codes = values[codes.int() + 8]
     outputs = torch.arange(len(codes), device=codes.device) // weight.rows
     groups = torch.arange(num_inputs, device=codes.device) // weight.group
     wide = codes.float() * weight.scales[:, outputs][groups].T
     return wide if weight.offsets is None else wide + weight.offsets[groups].T
 
 
-def kind_of(codes: Tensor) -> str:
+def kind_of(codes: Tensor, *, is_e2m1: bool) -> str:
     """Returns KIND of the kernels."""
+    if is_e2m1:
+        return "e2m1"
     kinds = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8", torch.uint8: "int4"}
     return kinds[codes.dtype]
 
@@ -200,7 +209,8 @@ def add_step(
     """Adds the products of BLOCK_K inputs to acc [rows, outputs]. x_rows and has_row [rows, 1],
     code_rows [outputs, 1] and outputs [outputs]; rows begin at these addresses."""
     num_scales: tl.constexpr = (NUM_OUTPUTS + ROWS - 1) // ROWS
-    width: tl.constexpr = BLOCK_K // 2 if KIND == "int4" else BLOCK_K  # codes in a row of a tile
+    has_pairs: tl.constexpr = KIND == "int4" or KIND == "e2m1"
+    width: tl.constexpr = BLOCK_K // 2 if has_pairs else BLOCK_K  # codes in a row of a tile
     dtype: tl.constexpr = x_rows.dtype.element_ty
     has_output = outputs < NUM_OUTPUTS
     columns = tl.arange(0, width)[None, :]
@@ -210,12 +220,17 @@ def add_step(
     products = tl.zeros_like(acc)
     group = start // GROUP
     scale = tl.load(scales + group * num_scales + outputs // ROWS, mask=has_output, other=0.0)
-    if KIND == "int4":
+    if has_pairs:
         pairs = tl.load(code_rows + step * width + columns, mask=has_output[:, None], other=0)
         at += width
         high = tl.load(x_rows + at, mask=has_row & (at < NUM_INPUTS), other=0.0)
-        lower = ((pairs & 15).to(tl.float32) - 8.0).to(dtype)
-        upper = ((pairs >> 4).to(tl.float32) - 8.0).to(dtype)
+        if KIND == "e2m1":
+            lower = decoded_e2m1(pairs & 15).to(dtype)
+            upper = decoded_e2m1(pairs >> 4).to(dtype)
+            scale *= E2M1_SHIFT
+        else:
+            lower = ((pairs & 15).to(tl.float32) - 8.0).to(dtype)
+            upper = ((pairs >> 4).to(tl.float32) - 8.0).to(dtype)
         products = dot_add(products, a, tl.trans(lower))
         products = dot_add(products, high, tl.trans(upper))
         if offsets is not None:
@@ -238,6 +253,13 @@ def decoded(bits: tl.tensor) -> tl.tensor:
     """bits uint8, of E4M3 -> float16, the values times 2^-8. NaN is not decoded."""
     wide = bits.to(tl.uint16)
     return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def decoded_e2m1(bits: tl.tensor) -> tl.tensor:
+    """bits uint8 from 0 to 15, of E2M1 -> float16, the values times 2^-14."""
+    wide = bits.to(tl.uint16)
+    return (((wide & 8) << 12) | ((wide & 7) << 9)).to(tl.float16, bitcast=True)
 
 
 @triton.jit

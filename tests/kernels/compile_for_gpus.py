@@ -209,13 +209,14 @@ def coded_matrix(dtype: torch.dtype, *, group: int, rows: int = 1) -> CodedMatri
 
 
 def coded_matrices() -> tuple[CodedMatrix, ...]:
-    """Returns blocks of fp8, a scale per row of fp8 and int8, and groups of 4 bits."""
+    """Returns blocks of fp8, a scale per row of fp8 and int8, groups of 4 bits, and MXFP4."""
     return (
         coded_matrix(FP8, group=128, rows=128),
         coded_matrix(FP8, group=512),
         coded_matrix(torch.int8, group=512),
         coded_matrix(torch.uint8, group=128),
         coded_matrix(torch.uint8, group=32),
+        coded_matrix(torch.uint8, group=32)._replace(offsets=None, is_e2m1=True),
     )
 
 

@@ -67,6 +67,7 @@ FORMATS = [
     ("int4", (1, 128), True),
     ("int4", (1, 32), False),
     ("int4", (1, 32), True),
+    ("e2m1", (1, 32), False),
 ]
 Format = tuple[str, tuple[int, int], bool]
 
@@ -86,7 +87,7 @@ def coded(num_experts: int, form: Format, *, num_outs: int = 70) -> CodedExperts
     assert block is not None
     digits = (drawn * 3).round().clamp(-8, 7).to(torch.int8)
     codes = torch.stack([pack_4_bits(each, block) for each in digits])
-    return CodedExperts(codes, scales / 3, offsets, 300, group)
+    return CodedExperts(codes, scales / 3, offsets, 300, group, is_e2m1=kind == "e2m1")
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from aserve_kernels.weight_only_linear import (
     BLOCK_M,
+    E2M1,
     CodedMatrix,
     block_of,
     pack_4_bits,
@@ -88,6 +89,16 @@ def test_a_product_is_that_of_the_weights_that_the_codes_stand_for(
 @pytest.mark.parametrize("case", [CASES[1], CASES[4]], ids=str)
 def test_more_than_a_tile_of_tokens_without_a_bias(case: Case) -> None:
     assert_product(draw(BLOCK_M + 3, case.num_ins), matrix_of(case), None)
+
+
+def test_each_element_of_mxfp4_is_decoded_exactly() -> None:
+    """The smallest one is a float16 without a leading bit before it is scaled."""
+    digits = torch.arange(16, dtype=torch.int8)[:, None]
+    weight = CodedMatrix(pack_4_bits(digits - 8, 128), torch.ones(1, 16), None, 1, 32, is_e2m1=True)
+    expected = torch.tensor([*E2M1, *(-value for value in E2M1)])
+    for dtype in TOLERANCES:
+        got = weight_only_linear(torch.ones(1, 1, dtype=dtype), weight)
+        assert torch.equal(got[0], expected.to(dtype))
 
 
 def test_each_element_of_fp8_is_decoded_exactly() -> None:

@@ -3,7 +3,7 @@ directory that was made of GGUF files has a table in place of the index (`gguf.p
 
 Names, shapes and dtypes come from the files' headers; values are read one tensor at a time. Linear
 layers in fp8 (`fp8.py`) and of 4 bits (`int4.py`) are read as float32, or as they are where the
-reader asks for that. Tensors in MXFP4 (`mxfp4.py`) are read as bfloat16.
+reader asks for that, and so are experts in MXFP4 (`mxfp4.py`).
 """
 
 from __future__ import annotations
@@ -41,6 +41,20 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 
 
+class Place(msgspec.Struct, frozen=True):
+    """Where a tensor of all experts has a matrix of one."""
+
+    expert: int
+    first: int  # its first row
+    step: int = 1  # from each row to the next one
+    is_transposed: bool = False  # the tensor is [experts, in, out]
+
+    def rows(self, own: slice) -> slice:
+        """Returns the rows of the tensor from the first to the last of `own`."""
+        last = self.first + self.step * (own.stop - 1)
+        return slice(self.first + self.step * own.start, last + 1)
+
+
 class StoredTensor(msgspec.Struct, frozen=True):
     """One tensor as a file's header describes it."""
 
@@ -48,8 +62,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
     name: str  # in the file
     shape: tuple[int, ...]
     dtype: str  # the format's name for it: F32, BF16, I8, ...
-    # Where a matrix lies in a tensor of all experts: its number, and its first row.
-    place: tuple[int, int] | None = None
+    place: Place | None = None  # in a tensor of all experts
 
 
 class _Fp8Parts(msgspec.Struct, frozen=True):
@@ -92,8 +105,9 @@ class Checkpoint:
     ) -> None:
         self._fp8 = quantization if isinstance(quantization, fp8.Fp8) else None
         self._method: int4.Method | None = None
-        if isinstance(quantization, str) and quantization != "gguf":
-            self._method = quantization
+        match quantization:
+            case "awq" | "gptq" | "gptq_v2" | "compressed-tensors":
+                self._method = quantization
         self._coded: dict[str, Mapping[str, StoredTensor]] = {}  # parts, by their weights' names
         self._scales: dict[str, _Fp8Parts] = {}  # by the names of their weights
         self._mxfp4: dict[str, StoredTensor] = {}  # scales, by the names of their weights
@@ -147,10 +161,9 @@ class Checkpoint:
         if name in self._coded:
             weight, places = self._read_coded(name)
             return weight.widened()[:, places][part]
-        if (scales := self._mxfp4.get(name)) is not None:
-            with self._explained(name) as file:
-                blocks = file.get_tensor(self.tensors[name].name)
-                return mxfp4.widened(blocks, self._values(scales))[part]
+        if name in self._mxfp4:
+            rows, columns = part
+            return self._read_mxfp4(name, rows).widened()[:, columns]
         stored = self._read_stored(name, part)
         return self._fp8_scales(name).widened(stored, part) if name in self._scales else stored
 
@@ -163,6 +176,8 @@ class Checkpoint:
             return StoredBits(int4.BITS, size // math.prod(scales))
         if name in self._scales:
             return StoredBits(8)
+        if name in self._mxfp4:
+            return StoredBits(int4.BITS, mxfp4.GROUP, is_e2m1=True)
         blocks = self._blocks(name)
         return None if blocks is None else blocks.bits
 
@@ -173,7 +188,7 @@ class Checkpoint:
         return found if isinstance(found, GgufSlice) else None
 
     def read_quantized(self, name: str, part: tuple[slice, ...]) -> QuantizedWeight | None:
-        """Returns these elements of a weight in fp8 or of 4 bits as they are stored. None for any
+        """Returns these elements of a weight in fp8 or 4 bits as they are stored. None for any
         other weight, where they cut a block or group, and if inputs are not in the order of their
         groups."""
         if name in self._scales:
@@ -181,6 +196,9 @@ class Checkpoint:
         if (blocks := self._blocks(name)) is not None:
             with self._explained(name):
                 return blocks.coded(part)
+        if name in self._mxfp4:
+            rows, columns = part
+            return self._read_mxfp4(name, rows).part((slice(None), columns))
         if name not in self._coded:
             return None
         weight, places = self._read_coded(name)
@@ -190,13 +208,23 @@ class Checkpoint:
     def _read_stored(self, name: str, part: tuple[slice, ...]) -> Tensor:
         stored = self.tensors[name]
         with self._explained(name) as file:
-            if stored.place is not None:
-                number, first = stored.place
-                rows, columns = part
-                own = slice(first + rows.start, first + rows.stop)
-                return file.get_slice(stored.name)[number, own, columns]
+            if (place := stored.place) is not None:
+                whole, own, columns = file.get_slice(stored.name), place.rows(part[0]), part[1]
+                if place.is_transposed:
+                    return whole[place.expert, columns, own].T[:: place.step]
+                return whole[place.expert, own, columns][:: place.step]
             is_whole = part == fp8.whole(stored.shape)
             return file.get_tensor(stored.name) if is_whole else file.get_slice(stored.name)[part]
+
+    def _read_mxfp4(self, name: str, rows: slice) -> mxfp4.Mxfp4Weight:
+        place = self.tensors[name].place
+        assert place is not None
+        with self._explained(name):
+            blocks, scales = (
+                self._files[each.file_name].get_slice(each.name)[place.expert, place.rows(rows)]
+                for each in (self.tensors[name], self._mxfp4[name])
+            )
+        return mxfp4.Mxfp4Weight(blocks[:: place.step], scales[:: place.step])
 
     def _read_coded(self, name: str) -> tuple[int4.CodedWeight, Tensor]:
         assert self._method is not None
@@ -271,20 +299,24 @@ class Checkpoint:
             self.tensors.pop(name)  # of a weight that is not in fp8, or not read
 
     def _take_mxfp4(self) -> None:
-        """Puts one tensor in the place of each pair of blocks and scales."""
+        """Puts the matrices of each expert in the place of each pair of blocks and scales."""
         found = [name for name in self.tensors if name.endswith(mxfp4.BLOCKS)]
         for name, own in ((name.removesuffix(mxfp4.BLOCKS), self.tensors[name]) for name in found):
             scales = self.tensors.get(f"{name}{mxfp4.SCALES}")
-            shape = None if scales is None else mxfp4.whole_shape(own.shape, scales.shape)
+            shape = None if scales is None else mxfp4.stack_shape(own.shape, scales.shape)
+            if not name.endswith((*JOINED_EXPERTS,)):
+                shape = None
             if scales is None or shape is None or {own.dtype, scales.dtype} != {"U8"}:
                 raise ConfigError(
-                    f"{self.directory}: {name}{mxfp4.BLOCKS} is no MXFP4: it has the shape "
-                    f"{own.shape}, and its scales {None if scales is None else scales.shape}"
+                    f"{self.directory}: {name}{mxfp4.BLOCKS} is no MXFP4 of experts: it has the "
+                    f"shape {own.shape}, and its scales {None if scales is None else scales.shape}"
                 )
             for suffix in (mxfp4.BLOCKS, mxfp4.SCALES):
                 self.tensors.pop(f"{name}{suffix}")
-            self._mxfp4[name] = scales
-            self.tensors[name] = msgspec.structs.replace(own, shape=shape, dtype="BF16")
+            stack = msgspec.structs.replace(own, shape=shape, dtype="BF16")
+            for matrix, placed in _matrices_of(name, stack, in_turns=True):
+                self._mxfp4[matrix] = scales
+                self.tensors[matrix] = placed
 
     def _take_coded(self) -> None:
         """Puts one weight in the place of the tensors of each layer of 4 bits."""
@@ -311,24 +343,25 @@ class Checkpoint:
             self.tensors[weight] = msgspec.structs.replace(own, shape=shape, dtype="F32")
 
     def _take_joined_experts(self) -> None:
-        """Puts a matrix for each expert in the place of the tensors of all of them, which
-        transformers' module of Qwen3.5-MoE has: gate_up_proj [experts, 2 size, hidden], the gates
-        first, and down_proj [experts, hidden, size]. Those of gpt-oss, which have biases, are read
-        as they are."""
+        """Puts a matrix for each expert in the place of the tensors of all of them. Those that
+        transformers' module of Qwen3.5-MoE has are gate_up_proj [experts, 2 size, hidden], the
+        gates first, and down_proj [experts, hidden, size]. Those of gpt-oss, which have biases, are
+        transposed, with gates and ups in turns."""
         found = {
             name: own for name, own in self.tensors.items() if name.endswith((*JOINED_EXPERTS,))
         }
         for name, own in found.items():
-            if len(own.shape) != 3 or f"{name}_bias" in self.tensors:
+            if len(own.shape) != 3:
                 continue
             del self.tensors[name]
-            prefix, _, joined = name.rpartition(".")
-            parts = JOINED_EXPERTS[f".experts.{joined}"]
-            count, num_rows, num_in = own.shape
-            shape = (num_rows // len(parts), num_in)
-            for number, (place, part) in product(range(count), enumerate(parts)):
-                stored = msgspec.structs.replace(own, shape=shape, place=(number, place * shape[0]))
-                self.tensors.setdefault(f"{prefix}.{number}.{part}.weight", stored)
+            is_transposed = f"{name}_bias" in self.tensors
+            if is_transposed:
+                count, num_in, num_rows = own.shape
+                own = msgspec.structs.replace(own, shape=(count, num_rows, num_in))
+            for matrix, placed in _matrices_of(
+                name, own, in_turns=is_transposed, is_transposed=is_transposed
+            ):
+                self.tensors.setdefault(matrix, placed)
 
     def _check_index(self, index: Mapping[str, str]) -> None:
         lost = [name for name, file in index.items() if not self._is_in(name, file)]
@@ -341,3 +374,19 @@ class Checkpoint:
         if name is None:
             return True
         return name in self.tensors and self.tensors[name].file_name == file_name
+
+
+def _matrices_of(
+    name: str, own: StoredTensor, *, in_turns: bool, is_transposed: bool = False
+) -> Iterator[tuple[str, StoredTensor]]:
+    """Yields the matrices of a tensor of all experts by their names. `own` has the shape [experts,
+    out, in]; the rows of its parts are one after the other, or in turns."""
+    prefix, _, joined = name.rpartition(".")
+    parts = JOINED_EXPERTS[f".experts.{joined}"]
+    count, num_rows, num_in = own.shape
+    size = num_rows // len(parts)
+    for expert, (number, part) in product(range(count), enumerate(parts)):
+        first, step = (number, len(parts)) if in_turns else (number * size, 1)
+        place = Place(expert, first, step, is_transposed)
+        placed = msgspec.structs.replace(own, shape=(size, num_in), place=place)
+        yield f"{prefix}.{expert}.{part}.weight", placed

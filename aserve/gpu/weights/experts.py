@@ -10,6 +10,7 @@ from torch import Tensor
 
 from aserve.gpu.layers.linear import Linear
 from aserve.gpu.weights.fp8 import Fp8Weight
+from aserve.gpu.weights.mxfp4 import Mxfp4Weight
 from aserve.gpu.weights.quantized import QuantizedLinear, QuantizedWeight
 
 
@@ -49,6 +50,8 @@ def stored_experts(
 
 def _form(weight: QuantizedWeight) -> Hashable:
     """Returns what the weights of all experts must have in common."""
+    if isinstance(weight, Mxfp4Weight):
+        return weight.shape
     if isinstance(weight, Fp8Weight):
         return weight.shape, weight.block
     return weight.shape, weight.bits, weight.scales.shape, weight.offsets.shape

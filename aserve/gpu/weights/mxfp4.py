@@ -1,10 +1,13 @@
 """Weights in MXFP4, as the published checkpoints of gpt-oss have the matrices of their experts.
 
-A tensor w [experts, in, out] is stored by its columns, in groups of 32 elements with one scale:
+The matrices W [out, in] of all experts are one tensor, in groups of 32 inputs with one scale:
 
     NAME_blocks  uint8 [experts, out, in / 32, 16], two elements per byte, the lower bits first
     NAME_scales  uint8 [experts, out, in / 32]
-    w[e, i, o] = VALUES[element i % 32 of group i // 32] * 2^(scale - 127)
+    W[o, i] = VALUES[element i % 32 of group i // 32] * 2^(scale - 127)
+
+An element (E2M1) has a sign, two bits of exponent and one of mantissa. Twice its value is an
+integer, so a device without products of such elements has codes of 8 bits for them.
 
 Source: https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf;
 integrations/mxfp4.py in transformers
@@ -12,9 +15,15 @@ integrations/mxfp4.py in transformers
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from aserve.gpu.weights.int4 import CodedWeight
+
+MXFP4 = "mxfp4"  # the name of this format for devices
 BLOCKS, SCALES = "_blocks", "_scales"
 GROUP = 32
 BYTES = GROUP // 2  # of a group
@@ -25,25 +34,57 @@ VALUES = (*HALF, *(-value for value in HALF))  # by sign, exponent and mantissa
 Shape = tuple[int, ...]
 
 
-def whole_shape(blocks: Shape, scales: Shape) -> Shape | None:
-    """Returns the shape of w, or None where blocks and scales don't belong together."""
+@dataclass(frozen=True, slots=True)
+class Mxfp4Weight:
+    """A weight W in MXFP4."""
+
+    blocks: Tensor  # uint8 [out, in / 32, 16]
+    exponents: Tensor  # uint8 [out, in / 32]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.blocks), self.blocks.shape[1] * GROUP))
+
+    @property
+    def elements(self) -> Tensor:
+        """Returns the elements, uint8 [out, in] from 0 to 15."""
+        return torch.stack((self.blocks & 15, self.blocks >> 4), dim=3).flatten(1)
+
+    @property
+    def scales(self) -> Tensor:
+        """Returns the scales, float32 [out, in / 32]."""
+        exponents = self.exponents.int() - BIAS
+        return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
+
+    def widened(self) -> Tensor:
+        """Returns the weight, float32 [out, in]. bfloat16 holds each value exactly."""
+        return self.as_integers().widened()
+
+    def as_integers(self) -> CodedWeight:
+        """Returns the same weight with codes of 8 bits: twice the elements."""
+        doubled = torch.tensor(VALUES, device=self.blocks.device).mul_(2).to(torch.int8)
+        scales = self.scales
+        return CodedWeight(doubled[self.elements.int()], scales / 2, scales[:, :0], 8)
+
+    def part(self, part: tuple[slice, ...]) -> Mxfp4Weight | None:
+        """Returns these elements of the weight, or None where they cut a group."""
+        rows, columns = part
+        if columns.start % GROUP or columns.stop % GROUP:
+            return None
+        own = (rows, slice(columns.start // GROUP, columns.stop // GROUP))
+        return Mxfp4Weight(self.blocks[own].contiguous(), self.exponents[own].contiguous())
+
+
+def joined(parts: Sequence[Mxfp4Weight]) -> Mxfp4Weight:
+    """Joins the rows of several weights."""
+    exponents = torch.cat([part.exponents for part in parts])
+    return Mxfp4Weight(torch.cat([part.blocks for part in parts]), exponents)
+
+
+def stack_shape(blocks: Shape, scales: Shape) -> Shape | None:
+    """Returns the shape [experts, out, in] of the weights, or None where blocks and scales don't
+    belong together."""
     if len(blocks) != 4 or blocks[-1] != BYTES or scales != blocks[:-1]:
         return None
     experts, num_out, num_groups, _ = blocks
-    return experts, num_groups * GROUP, num_out
-
-
-def widened(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Returns w in bfloat16, which holds each value exactly."""
-    pairs = torch.tensor(VALUES, dtype=torch.bfloat16, device=blocks.device)
-    bytes_to_pair = torch.stack(
-        (pairs.repeat(len(pairs)), pairs.repeat_interleave(len(pairs))), dim=1
-    )
-    shape = whole_shape(tuple(blocks.shape), tuple(scales.shape))
-    assert shape is not None
-    out = torch.empty(shape, dtype=torch.bfloat16, device=blocks.device)
-    for own, block, scale in zip(out, blocks, scales, strict=True):
-        elements = bytes_to_pair[block.int()].flatten(2)  # [out, groups, 32]
-        exponents = (scale.int() - BIAS)[:, :, None]
-        own.copy_(torch.ldexp(elements.float(), exponents).flatten(1).T)
-    return out
+    return experts, num_out, num_groups * GROUP

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.layers.linear import Linear
-from aserve.gpu.weights import fp8, int4
+from aserve.gpu.weights import fp8, int4, mxfp4
 from aserve.gpu.weights.fp8 import PART, Fp8Weight
 from aserve.gpu.weights.int4 import CodedWeight
+from aserve.gpu.weights.mxfp4 import Mxfp4Weight
 
-QuantizedWeight: TypeAlias = CodedWeight | Fp8Weight
-# Of a checkpoint's linear layers. Those in GGUF are in blocks (gguf.py).
-Quantization: TypeAlias = fp8.Fp8 | int4.Method | Literal["gguf"]
+QuantizedWeight: TypeAlias = CodedWeight | Fp8Weight | Mxfp4Weight
+# Of a checkpoint's linear layers, or experts. Those in GGUF are in blocks (gguf.py).
+Quantization: TypeAlias = fp8.Fp8 | int4.Method | Literal["gguf", "mxfp4"]
 INT8 = "int8"  # the name of a format for devices, beside FP8 and INT4
 GROUP = 128  # inputs that share a scale and an offset of 4 bits
 INT8_MAX = 127
@@ -32,6 +33,7 @@ class StoredBits(NamedTuple):
 
     bits: int  # of a code
     group: int | None = None  # codes with one scale and one offset; None: a row or a block, or more
+    is_e2m1: bool = False  # codes are those of MXFP4
 
 
 class QuantizedLinear(Linear):
@@ -55,6 +57,8 @@ def stored_name(quantization: Quantization | None) -> str | None:
     """Returns the name that the format of a checkpoint has for devices."""
     if quantization is None:
         return None
+    if quantization == mxfp4.MXFP4:
+        return mxfp4.MXFP4
     return fp8.FP8 if isinstance(quantization, fp8.Fp8) else int4.INT4
 
 
@@ -66,6 +70,9 @@ def joined(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
         if alike is None and len({part.bits for part in coded}) > 1:
             return rounded(torch.cat([part.widened() for part in coded]), 8)
         return alike
+    in_mxfp4 = [part for part in parts if isinstance(part, Mxfp4Weight)]
+    if len(in_mxfp4) == len(parts):
+        return mxfp4.joined(in_mxfp4)
     in_fp8 = [part for part in parts if isinstance(part, Fp8Weight)]
     return fp8.joined(in_fp8) if len(in_fp8) == len(parts) else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,32 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 
 from aserve.errors import ConfigError
+from aserve.gpu.device.cpu.isa import read_isa
+from aserve.gpu.device.cpu.kernel_linear import QuantLinear, _packed
+from aserve.gpu.device.cpu.linear import LinearPerExpert
+from aserve.gpu.device.cpu.weights import choose_cpu_format
+from aserve.gpu.device.cuda.device import CudaDevice
+from aserve.gpu.device.cuda.quantized import GroupedCodedLinear
+from aserve.gpu.layers.grouped_linear import ExpertWeights, GroupedLinearOp
+from aserve.gpu.layers.linear import Prepare
 from aserve.gpu.weights.checkpoint import Checkpoint
+from aserve.gpu.weights.format import WeightFormat, WeightRequest
+from aserve.gpu.weights.mxfp4 import VALUES, Mxfp4Weight
+from aserve.gpu.weights.source import Target
+from aserve_kernels.cpu.quant_codes import dequantized
+from tests.fakes.cuda import FakeCuda
+from tests.kernels.conftest import _exact_rounding  # noqa: F401
 from tests.load_model import load_model
 from tests.parity.dense_attend import logits_of
 
-NAME = "model.layers.1.mlp.experts.down_proj"
+EXPERTS = "model.layers.1.mlp.experts"
+NAME = f"{EXPERTS}.down_proj"
+# The tensor and the rows that each part has.
+PARTS = {
+    "gate_proj": ("gate_up_proj", slice(0, None, 2)),
+    "up_proj": ("gate_up_proj", slice(1, None, 2)),
+    "down_proj": ("down_proj", slice(None)),
+}
 
 
 def packed(weight: Tensor, seed: int) -> tuple[Tensor, Tensor]:
@@ -82,11 +104,97 @@ def test_a_model_in_mxfp4_is_that_of_its_widened_weights(folders: tuple[Path, Pa
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0.0)
 
 
-def test_a_part_is_that_of_the_whole_tensor(folders: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("part", PARTS)
+def test_a_matrix_is_its_experts_part_of_the_whole_tensor(
+    part: str, folders: tuple[Path, Path]
+) -> None:
+    """Stored as blocks and as numbers, whole and in parts."""
+    name, rows = PARTS[part]
+    whole = load_file(folders[1] / "model.safetensors")[f"{EXPERTS}.{name}"][1].T[rows]
+    for folder in folders:
+        with Checkpoint(folder) as checkpoint:
+            matrix = f"{EXPERTS}.1.{part}.weight"
+            assert checkpoint.tensors[matrix].shape == whole.shape
+            assert torch.equal(checkpoint.read(matrix), whole.to(checkpoint.read(matrix).dtype))
+            own_part = (slice(3, 30), slice(7, 20))
+            assert torch.equal(checkpoint.read_part(matrix, own_part).float(), whole[own_part])
+
+
+def test_a_part_in_whole_groups_stays_in_mxfp4(folders: tuple[Path, Path]) -> None:
+    name = f"{EXPERTS}.2.up_proj.weight"  # [32, 64]
+    with Checkpoint(folders[0]) as checkpoint:
+        whole = checkpoint.read(name)
+        kept = checkpoint.read_quantized(name, (slice(5, 20), slice(32, 64)))
+        assert isinstance(kept, Mxfp4Weight)
+        assert torch.equal(kept.widened(), whole[5:20, 32:])
+        assert checkpoint.read_quantized(name, (slice(0, 32), slice(8, 64))) is None
+    with Checkpoint(folders[1]) as checkpoint:
+        assert checkpoint.read_quantized(name, (slice(5, 20), slice(32, 64))) is None
+
+
+@dataclass
+class Made:
+    """The layers of experts that were made."""
+
+    grouped: list[GroupedLinearOp] = field(default_factory=list)
+
+    def target(self, form: WeightFormat) -> Target:
+        def prepare_grouped(
+            weights: ExpertWeights, biases: Tensor | None, prepare: Prepare, /
+        ) -> GroupedLinearOp:
+            self.grouped.append(form.prepare_grouped(weights, biases, prepare))
+            return self.grouped[-1]
+
+        return Target(prepare=form.prepare, prepare_grouped=prepare_grouped)
+
+
+def form_of(device: str) -> WeightFormat:
+    request = WeightRequest("float32", None, 1, stored_quantization="mxfp4")
+    if device == "cpu":
+        return choose_cpu_format(request, read_isa())
+    return CudaDevice(FakeCuda()).weight_format(request)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_experts_stay_in_mxfp4(
+    device: str, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU as integers of 8 bits, which round the inputs."""
     own, wide = folders
-    with Checkpoint(own) as checkpoint, Checkpoint(wide) as expected:
-        part = (slice(1, 2), slice(3, 30), slice(0, 64))
-        assert torch.equal(checkpoint.read_part(NAME, part), expected.read(NAME)[part])
+    ids = torch.randint(0, 64, (5,), generator=torch.Generator().manual_seed(3))
+    expected, made = logits_of(load_model(wide), ids), Made()
+    monkeypatch.setattr(Mxfp4Weight, "widened", refuse)
+    logits = logits_of(load_model(own, target=made.target(form_of(device))), ids)
+    error = (logits - expected).norm() / expected.norm()
+    assert 0 < error < (1e-4 if device == "cuda" else 0.02)
+    if device == "cuda":
+        assert all(isinstance(layer, GroupedCodedLinear) for layer in made.grouped)
+    else:
+        experts = [each for layer in made.grouped for each in experts_of(layer)]
+        assert {(each.weight.bits, each.weight.group) for each in experts} == {(8, 32)}
+        assert len(experts) == 2 * 2 * 3
+
+
+def refuse(_weight: Mxfp4Weight) -> Tensor:
+    raise AssertionError("a weight was widened")
+
+
+def experts_of(layer: GroupedLinearOp) -> list[QuantLinear]:
+    assert isinstance(layer, LinearPerExpert)
+    return [each for each in layer.experts if isinstance(each, QuantLinear)]
+
+
+def test_every_element_and_scale_is_exact_as_an_integer() -> None:
+    """Also of the smallest and largest scales that checkpoints have."""
+    blocks = torch.arange(256, dtype=torch.uint8).view(16, 1, 16)
+    exponents = torch.arange(110, 142, 2, dtype=torch.uint8).view(16, 1)
+    weight = Mxfp4Weight(blocks, exponents)
+    packed = QuantLinear(_packed(weight.as_integers(), None, bits=8)).weight
+    scales = 2.0 ** (exponents.float() - 127)
+    pairs = torch.arange(256)
+    values = torch.tensor(VALUES)[torch.stack((pairs % 16, pairs // 16), dim=1)].view(16, 32)
+    assert torch.equal(dequantized(packed), values * scales)
+    assert torch.equal(weight.widened(), values * scales)
 
 
 @pytest.mark.parametrize("lacks", ["_scales", "_blocks"])

@@ -17,6 +17,7 @@ from aserve.gpu.device.cpu.linear import linear_per_expert, prepare_packed
 from aserve.gpu.layers.grouped_linear import ExpertWeights, GroupedLinearOp, Groups
 from aserve.gpu.layers.linear import Linear, LinearOp, Prepare
 from aserve.gpu.weights.int4 import BITS, CodedWeight
+from aserve.gpu.weights.mxfp4 import Mxfp4Weight
 from aserve.gpu.weights.quantized import QuantizedLinear, rounded
 from aserve_kernels.cpu.bf16 import Floats
 from aserve_kernels.cpu.gemm import (
@@ -173,6 +174,8 @@ def with_codes(others: Prepare) -> Prepare:
 
     def prepare(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
         coded = linear.stored if isinstance(linear, QuantizedLinear) else None
+        if isinstance(coded, Mxfp4Weight):
+            coded = coded.as_integers()
         if not isinstance(coded, CodedWeight) or coded.group % LANES:
             return others(linear, device, dtype=dtype)
         num_workers = torch.get_num_threads()

@@ -25,6 +25,7 @@ from aserve.gpu.device.cpu.linear import (
 from aserve.gpu.layers.linear import prepare
 from aserve.gpu.weights.format import WeightFormat, WeightRequest, dtype_name
 from aserve.gpu.weights.int4 import INT4
+from aserve.gpu.weights.mxfp4 import MXFP4
 
 # The size of a small model's weights in float32. Its products end before a second thread has begun,
 # and the event loop needs a core as well, so it runs in one thread. Without instructions for
@@ -103,16 +104,20 @@ def _quantized_format(request: WeightRequest, isa: CpuIsa) -> WeightFormat:
 
 
 def _with_codes(format_: WeightFormat, request: WeightRequest, isa: CpuIsa) -> WeightFormat:
-    """Keeps layers that the checkpoint has in 4 bits as they are, where they can be multiplied, and
-    those in GGUF."""
-    is_kept = request.quantization is None and request.stored_quantization == INT4
+    """Keeps layers and experts that the checkpoint has in 4 bits as they are, where they can be
+    multiplied, and those in GGUF. Elements of MXFP4 are integers of 8 bits."""
+    is_kept = request.quantization is None and request.stored_quantization in (INT4, MXFP4)
     if not (is_kept and isa.has_numba and format_.dtype in KERNEL_DTYPES):
         return format_
     from aserve.gpu.device.cpu.kernel_linear import with_codes
 
     about = f"{format_.about}, quantized layers as they are"
     return replace(
-        format_, prepare=with_codes(format_.prepare), about=about, factor_bits=FACTOR_BITS
+        format_,
+        prepare=with_codes(format_.prepare),
+        about=about,
+        factor_bits=FACTOR_BITS,
+        e2m1_bits=8,
     )
 
 

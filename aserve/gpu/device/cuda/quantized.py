@@ -1,10 +1,11 @@
-"""Linear layers of CUDA with weights of fp8, 8 and 4 bits, and which of them a model has.
+"""Linear layers and experts of CUDA with weights of fp8, 8 and 4 bits, and which of them a model
+has.
 
-Layers and experts that a checkpoint has in fp8, 8 or 4 bits are multiplied as they are stored, and
-`--quantization` rounds the others while they are loaded. Up to FEW_TOKENS
-tokens, where a step is as long as the weights take to be read, activations keep their dtype. More
-tokens are quantised to fp8, if the weights have it and the device multiplies it; those of experts
-never are. `--deterministic` has one kernel for any number of tokens.
+Those that a checkpoint has in fp8, MXFP4, 8 or 4 bits are multiplied as they are stored, and
+`--quantization` rounds the others while they are loaded. Up to FEW_TOKENS tokens, where a step is
+as long as the weights take to be read, activations keep their dtype. More tokens are quantised to
+fp8, if the weights have it and the device multiplies it; those of experts never are.
+`--deterministic` has one kernel for any number of tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from aserve.gpu.layers.linear import Linear, LinearOp, Prepare
 from aserve.gpu.weights.format import WeightFormat, WeightRequest, dtype_name
 from aserve.gpu.weights.fp8 import FP8, Fp8Weight, rounded_to_fp8
 from aserve.gpu.weights.int4 import BITS as INT4_BITS
-from aserve.gpu.weights.int4 import INT4
+from aserve.gpu.weights.int4 import INT4, MIDDLE, CodedWeight
+from aserve.gpu.weights.mxfp4 import GROUP as MXFP4_GROUP
+from aserve.gpu.weights.mxfp4 import MXFP4, Mxfp4Weight
 from aserve.gpu.weights.quantized import (
     GROUP,
     INT8,
@@ -52,6 +55,7 @@ ROUND: Mapping[str, Callable[[Tensor], QuantizedWeight]] = {
     INT8: lambda weight: rounded(weight, 8),
     INT4: lambda weight: rounded(weight, 4),
 }
+OWN_NAMES = {Fp8Weight: FP8, CodedWeight: INT4, Mxfp4Weight: MXFP4}
 FACTOR_BITS = 2 * 32  # of the scale and the offset of a group of codes
 # Of a weight in each format that is rounded to.
 BITS: Mapping[str, float] = {FP8: 8, INT8: 8, INT4: 4 + FACTOR_BITS / GROUP}
@@ -118,8 +122,7 @@ class PrepareQuantized:
         return None if self.name is None else ROUND[self.name](linear.weight.to(device))
 
     def _keeps(self, stored: QuantizedWeight) -> bool:
-        own = FP8 if isinstance(stored, Fp8Weight) else INT4
-        return self.name in (None, own) and _block_of(stored) is not None
+        return self.name in (None, OWN_NAMES[type(stored)]) and _block_of(stored) is not None
 
 
 class WeightOnlyLinear:
@@ -214,7 +217,7 @@ def _stacked(matrices: Sequence[CodedMatrix]) -> CodedExperts:
         offsets = torch.stack([none if each.offsets is None else each.offsets for each in matrices])
     scales = torch.stack([each.scales for each in matrices])
     codes = bits.view(first.codes.dtype)
-    return CodedExperts(codes, scales, offsets, first.num_inputs, first.group, first.rows)
+    return CodedExperts(codes, scales, offsets, *first[3:])
 
 
 def matrix_of(weight: QuantizedWeight) -> CodedMatrix:
@@ -226,11 +229,14 @@ def matrix_of(weight: QuantizedWeight) -> CodedMatrix:
         return CodedMatrix(
             weight.elements.contiguous(), scales, None, num_inputs, min(group, num_inputs), rows
         )
-    num_inputs = weight.codes.shape[1]
+    num_inputs, block = weight.shape[1], _block_of(weight)
+    assert block is not None
+    if isinstance(weight, Mxfp4Weight):
+        packed = pack_4_bits(weight.elements.to(torch.int8) - MIDDLE, block)
+        return CodedMatrix(packed, scales, None, num_inputs, MXFP4_GROUP, is_e2m1=True)
     offsets = weight.offsets.t().contiguous() if weight.offsets.any() else None
-    codes, block = weight.codes.contiguous(), _block_of(weight)
+    codes = weight.codes.contiguous()
     if weight.bits == INT4_BITS:
-        assert block is not None
         codes = pack_4_bits(codes, block)
     return CodedMatrix(codes, scales, offsets, num_inputs, weight.group)
 
@@ -238,7 +244,8 @@ def matrix_of(weight: QuantizedWeight) -> CodedMatrix:
 def _block_of(weight: QuantizedWeight) -> int | None:
     if isinstance(weight, Fp8Weight):
         return block_of(weight.elements.shape[1], weight.block[1])
-    return block_of(weight.codes.shape[1], weight.group)
+    group = MXFP4_GROUP if isinstance(weight, Mxfp4Weight) else weight.group
+    return block_of(weight.shape[1], group)
 
 
 def _has_whole_steps(matrix: CodedMatrix) -> bool:

@@ -20,14 +20,14 @@ READ = (
 
 
 def quantization_of(fields: Fields) -> Quantization | None:
-    """Returns how the linear layers are quantized. None where they are not, or in MXFP4, which the
-    tensors' names tell. Refuses any other quantization."""
+    """Returns how linear layers, or experts, are quantized; None where they are not. Refuses any
+    other quantization."""
     if not fields.has(QUANTIZATION):
         return None
     section = fields.section(QUANTIZATION)
     method = section.text("quant_method") if section.has("quant_method") else None
     if method == "mxfp4":
-        return None
+        return "mxfp4"
     if method == "gguf":
         return "gguf"
     if method == "fp8" and section.text("fmt", default="e4m3") in ("e4m3", "float8_e4m3fn"):

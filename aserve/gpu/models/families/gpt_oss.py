@@ -43,8 +43,8 @@ def gpt_oss(config: ModelConfig) -> DecoderSpec:
 
 
 def _experts(index: int, spec: DecoderSpec, weights: WeightSource, /) -> ExpertMlp:
-    """The checkpoint has one tensor for all experts, [experts, in, out], with the rows of gate and
-    up in turns."""
+    """The checkpoint has one tensor for the biases of all experts, with those of gate and up in
+    turns."""
     fields, hidden, size = (
         spec.config.fields,
         spec.config.hidden_size,
@@ -52,17 +52,14 @@ def _experts(index: int, spec: DecoderSpec, weights: WeightSource, /) -> ExpertM
     )
     count = fields.integer("num_local_experts")
     prefix = f"model.layers.{index}.mlp"
-
-    def stacked(name: str, num_in: int, num_out: int) -> tuple[Tensor, Tensor]:
-        stack = weights.tensor(f"{prefix}.experts.{name}", (count, num_in, num_out))
-        biases = weights.tensor(f"{prefix}.experts.{name}_bias", (count, num_out))
-        return stack.transpose(1, 2), biases
-
-    gate_up, gate_up_bias = (_halves(rows) for rows in stacked("gate_up_proj", hidden, 2 * size))
-    down, down_bias = stacked("down_proj", size, hidden)
+    name = f"{prefix}.experts"
+    parts = {"gate_proj": size, "up_proj": size}
+    gate_up = weights.stacked(name, parts, count=count, in_features=hidden)
+    gate_up_bias = weights.tensor(f"{name}.gate_up_proj_bias", (count, 2 * size))
+    down = weights.stacked(name, {"down_proj": hidden}, count=count, in_features=size)
     experts = GatedExperts(
-        weights.grouped(gate_up.contiguous(), gate_up_bias.contiguous()),
-        weights.grouped(down.contiguous(), down_bias),
+        weights.grouped(gate_up, _halves(gate_up_bias)),
+        weights.grouped(down, weights.tensor(f"{name}.down_proj_bias", (count, hidden))),
         ClampedActivation(fields.number("swiglu_alpha"), fields.number("swiglu_limit")),
     )
     routing = Routing(checked_top_k(fields, count), scores=Scores.LOGITS)
@@ -72,7 +69,7 @@ def _experts(index: int, spec: DecoderSpec, weights: WeightSource, /) -> ExpertM
 
 
 def _halves(in_turns: Tensor) -> Tensor:
-    """[experts, 2 n, ...] with the rows of gate and up in turns -> all of gate, then all of up."""
+    """[experts, 2 n] with those of gate and up in turns -> all of gate, then all of up."""
     return torch.cat((in_turns[:, ::2], in_turns[:, 1::2]), dim=1)
 
 
