@@ -62,6 +62,12 @@ CORRECTED_EXPERTS: Mapping[str, str] = {
     "exp_probs_b": "mlp.gate.e_score_correction_bias",
     **SHARED_EXPERTS,
 }
+BIASED_EXPERTS: Mapping[str, str] = {
+    **EXPERTS,
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_sinks": "self_attn.sinks",
+    "ffn_gate_inp": "mlp.router",
+}
 MIXTRAL: Mapping[str, str] = {
     "ffn_gate_inp": "block_sparse_moe.gate",
     "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
@@ -144,6 +150,7 @@ class GgufFamily:
     names: Mapping[str, str] = field(default_factory=lambda: LAYER)
     around: Mapping[str, str] = field(default_factory=lambda: AROUND)
     norm_offset: float = 0.0  # that the file's norms have beside the model's
+    rope: Mapping[str, object] = field(default_factory=dict)  # beside what the file says of it
     order_of: OrderOf = lambda _file, _module, _rows: None
 
 
@@ -188,6 +195,14 @@ def _glm4_moe(file: Metadata) -> Settings:
         "n_shared_experts": file.integer("expert_shared_count"),
         "first_k_dense_replace": file.integer("leading_dense_block_count", 0),
         "use_qk_norm": file.is_in_layers("attn_q_norm.weight"),
+    }
+
+
+def _gpt_oss(file: Metadata) -> Settings:
+    return {
+        **_mixtral(file),
+        "has_joined_biases": False,
+        "sliding_window": file.integer("attention.sliding_window"),
     }
 
 
@@ -415,6 +430,10 @@ FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
         ),
         "glm4moe": GgufFamily(
             "Glm4MoeForCausalLM", "glm4_moe", _glm4_moe, {**LAYER, **CORRECTED_EXPERTS}
+        ),
+        "gpt-oss": GgufFamily(
+            *("GptOssForCausalLM", "gpt_oss", _gpt_oss, {**LAYER, **BIASED_EXPERTS}),
+            rope={"truncate": False},
         ),
         "granite": GgufFamily("GraniteForCausalLM", "granite", _granite, order_of=_neighbours),
         "granitehybrid": GgufFamily(

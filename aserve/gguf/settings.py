@@ -56,7 +56,7 @@ def config_of(file: Metadata, *, dtype: str, is_quantized: bool) -> Settings:
         "max_position_embeddings": file.integer("context_length"),
         "rms_norm_eps": _norm_eps(file),
         "rope_theta": file.number("rope.freq_base", 10_000.0),
-        "rope_scaling": _rope_scaling(file),
+        "rope_scaling": _rope_scaling(file, family),
         "attention_bias": file.is_in_layers("attn_q.bias"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "eos_token_id": file.get("tokenizer.ggml.eos_token_id"),
@@ -110,7 +110,7 @@ def _head_dims(file: Metadata) -> tuple[int, int]:
     return max(whole, rotary), rotary
 
 
-def _rope_scaling(file: Metadata) -> Settings | None:
+def _rope_scaling(file: Metadata, family: GgufFamily) -> Settings | None:
     factor = file.number("rope.scaling.factor", 1.0)
     divisors = [_divisors(file, name) for name in ("rope_factors_short", "rope_factors_long")]
     if all(divisors):
@@ -127,7 +127,7 @@ def _rope_scaling(file: Metadata) -> Settings | None:
     if kind in (None, "none") or factor == 1.0:
         return None
     trained_len = file.integer("rope.scaling.original_context_length", 0)
-    scaling: Settings = {"rope_type": kind, "factor": factor}
+    scaling: Settings = {"rope_type": kind, "factor": factor, **family.rope}
     return scaling | ({"original_max_position_embeddings": trained_len} if trained_len else {})
 
 

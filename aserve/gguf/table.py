@@ -18,7 +18,7 @@ TABLE = "gguf.json"
 SUFFIXES = ("weight", "bias")  # a tensor without one is a weight
 # Modules whose tensors have no suffix in the model; and of recurrent layers the one of which the
 # file has -exp(x), the one whose inputs are in the file's order, and the norm without an offset.
-WITHOUT_SUFFIX = ("ssm_a", "ssm_d", "ssm_dt", "exp_probs_b")
+WITHOUT_SUFFIX = ("ssm_a", "ssm_d", "ssm_dt", "exp_probs_b", "attn_sinks")
 DECAY, ORDERED_INPUTS, PLAIN_NORM = "ssm_a", "ssm_out", "ssm_norm"
 VECTORS = ("ssm_a", "ssm_d", "ssm_norm")  # which may have two dimensions in the file
 ROPE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -99,8 +99,10 @@ def _tensors(file: Metadata, family: GgufFamily) -> Iterator[tuple[str, GgufTens
 
 
 def _parts(name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
-    """Yields a tensor, or those of the experts of which it is made."""
+    """Yields a tensor, or those of the experts of which it is made. Biases of experts stay one."""
     first, *rest = tensor.shape
+    if name.endswith(".bias"):
+        name = name.replace(".{}.", ".").replace(".bias", "_bias") if "{}" in name else name
     if name.endswith("shared_expert_gate.weight") and not rest:  # older converters drop the 1
         yield name, msgspec.structs.replace(tensor, shape=(1, first))
     elif "{}" in name:

@@ -54,7 +54,7 @@ def write_gguf(
     for name, values in _tensors(directory, config, arch):
         values = (changed or {}).get(name, np.asarray)(values)
         is_matrix = values.ndim > 1 and "conv" not in name and "ffn_gate_inp" not in name
-        is_matrix &= not name.endswith(("ssm_alpha.weight", "ssm_beta.weight"))
+        is_matrix &= not name.endswith(("ssm_alpha.weight", "ssm_beta.weight", ".bias"))
         if is_matrix and kind != "F32":
             writer.add_tensor(name, gguf.quants.quantize(values, stored), raw_dtype=stored)
         else:
@@ -190,13 +190,14 @@ def _add_tokenizer(writer: GGUFWriter, directory: Path, config: dict[str, Any]) 
 def _tensors(directory: Path, config: dict[str, Any], arch: str) -> Tensors:
     number = {name: number for number, name in MODEL_ARCH_NAMES.items()}[arch]
     names = get_tensor_name_map(number, _num_layers(config))
-    for name, values in _joined(directory):
+    for name, values in _joined(directory, in_turns=arch == "gpt-oss"):
         values = _changed(name, values, config, arch)
         dotted = name.replace(".dt_bias", ".dt_proj.bias")
         if ".mixer.experts." in name:
             dotted = name.replace("backbone", "model").replace("mixer", "mlp")
         dotted = dotted.replace("score_correction_bias", "score_correction.bias")
         dotted = dotted.replace(".expert_bias", ".expert_bias.bias")
+        dotted = f"{name}.weight" if name.endswith("sinks") else dotted
         if "experts.w" in name:
             dotted = name.removeprefix("model.").replace("block_sparse_moe", "feed_forward")
         found = names.get_name(dotted, try_suffixes=SUFFIXES)
@@ -210,8 +211,9 @@ def _tensors(directory: Path, config: dict[str, Any], arch: str) -> Tensors:
             yield f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32)
 
 
-def _joined(directory: Path) -> Tensors:
-    """Yields the tensors, and those of all experts of a layer as one."""
+def _joined(directory: Path, *, in_turns: bool) -> Tensors:
+    """Yields the tensors, and those of all experts of a layer as one. `in_turns`: they are one, and
+    have gates and ups in turns of columns."""
     stored = load_file(directory / "model.safetensors")
     experts: dict[str, list[Values]] = {}
     for name in sorted(
@@ -225,6 +227,8 @@ def _joined(directory: Path) -> Tensors:
                 HALVES[ending], np.split(values, len(HALVES[ending]), -2), strict=True
             ):
                 yield f"{layer}{part}.weight", own
+        elif in_turns and found:
+            yield from _parted(f"{before}.experts", after, values)
         elif after in JOINED:
             for part, own in zip(
                 JOINED[after], np.split(values, len(JOINED[after]), 1), strict=True
@@ -237,6 +241,16 @@ def _joined(directory: Path) -> Tensors:
             yield name, values
     for name, parts in experts.items():
         yield name, np.stack(parts)
+
+
+def _parted(prefix: str, name: str, values: Values) -> Tensors:
+    """Experts of gpt-oss: [experts, in, out], and biases [experts, out]."""
+    module, is_bias = name.removesuffix("_bias"), name.endswith("_bias")
+    parts = JOINED[module]
+    suffix = "bias" if is_bias else "weight"
+    for first, part in enumerate(parts):
+        own = values[..., first :: len(parts)]
+        yield f"{prefix}.{part}.{suffix}", own if is_bias else own.swapaxes(1, 2)
 
 
 def _num_layers(config: dict[str, Any]) -> int:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import msgspec
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from tests.parity.dense_attend import logits_of
 from tests.parity.references import VOCAB_SIZE, new_model
 
 MAX_MODEL_LEN = 64
+MXFP4 = GGMLQuantizationType.MXFP4
 SAME_WIDTH: dict[str, Any] = {"hidden_size": 64}  # as GGUF has it: that of all heads together
 # As the file has them, whose weights have the factors in them.
 NO_FACTORS: dict[str, Any] = {
@@ -48,6 +50,7 @@ KINDS: list[tuple[str, dict[str, Any], str]] = [
     ("gemma2", NO_RULE, "gemma2"),
     ("gemma3", {**NO_RULE, "num_hidden_layers": 7, "sliding_window_pattern": 6}, "gemma3"),
     ("glm4-moe", {}, "glm4moe"),
+    ("gpt-oss", {}, "gpt-oss"),
     ("granite", SAME_WIDTH, "granite"),
     ("granite-hybrid", {**SAME_WIDTH, "mamba_n_heads": 4}, "granitehybrid"),
     ("granite-hybrid-dense", {**SAME_WIDTH, "mamba_n_heads": 4}, "granitehybrid"),
@@ -95,6 +98,23 @@ def test_a_file_has_the_model_that_it_was_made_of(
     directory = saved(kind, tmp_path / "model", **sizes)
     file = write_gguf(directory, tmp_path / "model.gguf", arch)
     assert_alike(gguf_model_dir(file), directory)
+
+
+def test_matrices_in_mxfp4_are_what_their_blocks_stand_for(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    directory = saved("gpt-oss", tmp_path / "model", **sizes)
+    own = write_gguf(directory, tmp_path / "own.gguf", "gpt-oss", kind="MXFP4")
+    names = [name for name, each in read_metadata(own).tensors.items() if each.kind == MXFP4]
+    changed = dict.fromkeys(names, as_mxfp4)
+    wide = write_gguf(directory, tmp_path / "wide.gguf", "gpt-oss", changed=changed)
+    assert sum("exps" in name for name in names) == 9
+    assert_alike(gguf_model_dir(own), gguf_model_dir(wide))
+
+
+def as_mxfp4(values: Values) -> Values:
+    stored = gguf.quants.quantize(values, MXFP4)
+    widened: Values = gguf.dequantize(stored, MXFP4)
+    return widened.reshape(values.shape)
 
 
 def test_the_gate_of_a_shared_expert_may_be_a_vector(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from aserve.errors import ConfigError
 from aserve.gguf.families import RowOrder
 from aserve.gguf.table import GgufTensor, file_name, read_table
 from aserve.gpu.weights.int4 import BITS, MIDDLE, CodedWeight
+from aserve.gpu.weights.mxfp4 import Mxfp4Weight
 from aserve.gpu.weights.quantized import StoredBits, rounded
 
 Bytes = npt.NDArray[np.uint8]
@@ -102,6 +103,8 @@ class GgufSlice:
         """The bits of its codes, None if it is stored as numbers."""
         if self._kind in NUMBERS:
             return None
+        if self._kind == GGMLQuantizationType.MXFP4:
+            return StoredBits(BITS, GROUP, is_e2m1=True)
         return StoredBits(BITS, GROUP) if self._kind in FOUR_BITS else StoredBits(8)
 
     def __getitem__(self, part: tuple[int | slice, ...]) -> Tensor:
@@ -119,14 +122,17 @@ class GgufSlice:
             return torch.log(-values)
         return values + tensor.offset if tensor.offset else values
 
-    def coded(self, part: Part) -> CodedWeight | None:
+    def coded(self, part: Part) -> CodedWeight | Mxfp4Weight | None:
         """Returns these elements [out, in] of a tensor in blocks as codes, or None where they cut a
         group."""
         if self.bits is None:
             return None
+        rows, columns = part
+        if self._kind == GGMLQuantizationType.MXFP4:
+            whole_rows = _mxfp4(torch.from_numpy(self._stored(rows)).to(self._device))
+            return whole_rows.part((slice(0, len(whole_rows.blocks)), columns))
         if self._kind not in FOUR_BITS:
             return rounded(self[part], 8)
-        rows, columns = part
         blocks = torch.from_numpy(self._stored(rows)).to(self._device)
         size = GGML_QUANT_SIZES[self._kind][1]
         codes, scales, offsets = FOUR_BITS[self._kind](blocks.view(-1, size))
@@ -203,6 +209,15 @@ def _q4_k(blocks: Tensor) -> Coded:
     offsets = torch.cat([middle & 63, (high >> 4) | (middle >> 2 & 48)], dim=1)
     codes = _halves(blocks[:, 16:].reshape(-1, GROUP)).view(len(blocks), -1)
     return codes, large[:, :1] * scales, -large[:, 1:] * offsets
+
+
+def _mxfp4(rows: Tensor) -> Mxfp4Weight:
+    """rows [out, bytes] of blocks: an exponent, and 32 elements, of which the first half are the
+    low parts of the words."""
+    blocks = rows.view(len(rows), -1, 1 + GROUP // 2)
+    words = blocks[:, :, 1:]
+    in_order = torch.cat([words & 15, words >> 4], dim=2)
+    return Mxfp4Weight(in_order[:, :, ::2] | in_order[:, :, 1::2] << 4, blocks[:, :, 0])
 
 
 def _halves(words: Tensor) -> Tensor:

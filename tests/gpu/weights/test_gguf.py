@@ -20,6 +20,7 @@ from aserve.gpu.device.cpu.weights import choose_cpu_format
 from aserve.gpu.weights.format import WeightRequest
 from aserve.gpu.weights.gguf import GgufFile, GgufSlice
 from aserve.gpu.weights.int4 import CodedWeight
+from aserve.gpu.weights.mxfp4 import Mxfp4Weight
 from aserve.gpu.weights.quantized import QuantizedLinear, joined
 
 OUT, IN = 12, 512
@@ -35,6 +36,8 @@ def stored(kind: str, **changes: Any) -> tuple[GgufSlice, torch.Tensor]:
     number = GGMLQuantizationType[kind]
     num_weights, num_bytes = GGML_QUANT_SIZES[number]
     data = np.random.default_rng(3).integers(0, 256, (OUT, IN // num_weights, num_bytes), np.uint8)
+    if kind == "MXFP4":  # exponents
+        data[:, :, 0] = np.random.default_rng(4).integers(120, 130, data.shape[:2])
     for place in factors_of(kind, num_bytes):
         factors = np.random.default_rng(place).uniform(0.01, 0.1, data.shape[:2])
         data[:, :, place : place + 2] = factors.astype(np.float16)[..., None].view(np.uint8)
@@ -48,6 +51,8 @@ def stored(kind: str, **changes: Any) -> tuple[GgufSlice, torch.Tensor]:
 def factors_of(kind: str, num_bytes: int) -> tuple[int, ...]:
     """Returns where a block has its float16 numbers."""
     match kind:
+        case "MXFP4":
+            return ()
         case "Q6_K" | "Q3_K":
             return (num_bytes - 2,)
         case "Q2_K":
@@ -62,17 +67,26 @@ def factors_of(kind: str, num_bytes: int) -> tuple[int, ...]:
 def test_blocks_of_4_bits_are_the_same_weights_as_codes(kind: str) -> None:
     tensor, wide = stored(kind)
     coded = tensor.coded(EVERY)
-    assert coded is not None
+    assert isinstance(coded, CodedWeight)
     assert (coded.bits, coded.group) == (4, 32)
     assert coded.codes.aminmax() == (torch.tensor(-8), torch.tensor(7))
     torch.testing.assert_close(coded.widened(), wide, atol=1e-5, rtol=1e-6)
+
+
+def test_blocks_of_mxfp4_are_the_same_weights_as_elements() -> None:
+    tensor, wide = stored("MXFP4")
+    coded = tensor.coded((slice(2, 9), slice(64, 512)))
+    assert isinstance(coded, Mxfp4Weight)
+    assert torch.equal(coded.widened(), wide[2:9, 64:])
+    assert tensor.coded((slice(0, OUT), slice(0, 40))) is None
+    assert torch.equal(tensor[3:5, 64:96], wide[3:5, 64:96])
 
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_other_blocks_become_codes_of_8_bits(kind: str) -> None:
     tensor, wide = stored(kind)
     coded = tensor.coded(EVERY)
-    assert coded is not None
+    assert isinstance(coded, CodedWeight)
     assert (coded.bits, coded.scales.shape) == (8, (OUT, 1))
     largest = wide.abs().amax(dim=1, keepdim=True)
     assert ((coded.widened() - wide).abs() <= largest / 127 / 2 * 1.0001).all()
@@ -89,7 +103,7 @@ def test_blocks_are_widened_whole_and_in_parts(kind: str) -> None:
 def test_a_part_of_the_codes_is_that_part(kind: str) -> None:
     tensor, wide = stored(kind)
     coded = tensor.coded((slice(4, 9), slice(32, 320)))
-    assert coded is not None
+    assert isinstance(coded, CodedWeight)
     largest = wide[4:9, 32:320].abs().max().item()
     torch.testing.assert_close(coded.widened(), wide[4:9, 32:320], atol=largest / 127, rtol=0.0)
 
@@ -106,7 +120,7 @@ def test_rows_of_heads_are_put_into_the_models_order(kind: str) -> None:
     assert torch.equal(tensor[()], wide[order])
     assert torch.equal(tensor[2:4, 0:IN], wide[order[2:4]])
     coded = tensor.coded((slice(2, 4), slice(0, IN)))
-    assert coded is not None
+    assert isinstance(coded, CodedWeight)
     largest = wide.abs().max().item()
     torch.testing.assert_close(coded.widened(), wide[order[2:4]], atol=largest / 127, rtol=0.0)
 
@@ -118,7 +132,7 @@ def test_columns_of_heads_are_put_into_the_models_order(kind: str) -> None:
     assert torch.equal(tensor[()], heads)
     assert torch.equal(tensor[2:4, 32:96], heads[2:4, 32:96])
     coded = tensor.coded((slice(2, 4), slice(32, 480)))
-    assert coded is not None
+    assert isinstance(coded, CodedWeight)
     largest = wide.abs().max().item()
     torch.testing.assert_close(coded.widened(), heads[2:4, 32:480], atol=largest / 127, rtol=0.0)
 
@@ -160,7 +174,7 @@ def test_the_cpu_multiplies_blocks_as_codes(kind: str) -> None:
     form = choose_cpu_format(request, read_isa())
     tensor, wide = stored(kind)
     coded = tensor.coded(EVERY)
-    assert coded is not None
+    assert isinstance(coded, CodedWeight)
     layer = form.prepare(QuantizedLinear(coded, None), CPU, dtype=form.dtype)
     assert isinstance(layer, QuantLinear)
     x = torch.randn(3, IN, generator=torch.Generator().manual_seed(5), dtype=form.dtype)

@@ -55,10 +55,14 @@ def _experts(index: int, spec: DecoderSpec, weights: WeightSource, /) -> ExpertM
     name = f"{prefix}.experts"
     parts = {"gate_proj": size, "up_proj": size}
     gate_up = weights.stacked(name, parts, count=count, in_features=hidden)
-    gate_up_bias = weights.tensor(f"{name}.gate_up_proj_bias", (count, 2 * size))
+    if fields.flag("has_joined_biases", default=True):
+        gate_up_bias = _halves(weights.tensor(f"{name}.gate_up_proj_bias", (count, 2 * size)))
+    else:  # in GGUF files
+        biases = [weights.tensor(f"{name}.{part}_bias", (count, size)) for part in parts]
+        gate_up_bias = torch.cat(biases, dim=1)
     down = weights.stacked(name, {"down_proj": hidden}, count=count, in_features=size)
     experts = GatedExperts(
-        weights.grouped(gate_up, _halves(gate_up_bias)),
+        weights.grouped(gate_up, gate_up_bias),
         weights.grouped(down, weights.tensor(f"{name}.down_proj_bias", (count, hidden))),
         ClampedActivation(fields.number("swiglu_alpha"), fields.number("swiglu_limit")),
     )
