@@ -307,8 +307,8 @@ def run_layers(
         )  # fmt: skip
         meet(team)
         if layer.mlp != 0:
-            given = (x.ctypes.data, added.ctypes.data, mixed.ctypes.data, attended.ctypes.data)
-            call_at(layer.mlp, (layer.experts, call, *given, num_tokens, worker, num_workers))
+            addresses = (layer.experts, call, x.ctypes.data, added.ctypes.data)
+            call_at(layer.mlp, (*addresses, num_tokens, worker, num_workers))
         else:
             multiply_by(layer.gate_up, x, gate_up, worker, num_workers)
             meet(team)

@@ -27,7 +27,7 @@ from aserve_kernels.cpu.bf16 import Float32s, Floats, empty_array
 from aserve_kernels.cpu.callback import Callback, compile_callback
 from aserve_kernels.cpu.decoder_layers import Records, gate_share
 from aserve_kernels.cpu.gated_mul import sigmoid
-from aserve_kernels.cpu.layers_function import CALL_LIKE
+from aserve_kernels.cpu.layers_function import CALL_LIKE, mixer_buffers_of
 from aserve_kernels.cpu.memory import FLOAT32_LIKE, INT32_LIKE, INT64_LIKE, array_at, scratch
 from aserve_kernels.cpu.precompile import FASTMATH
 from aserve_kernels.cpu.product import PRODUCT, RECORD_LIKE, multiply_by
@@ -56,10 +56,9 @@ MIXTURE: Any = np.dtype(
     align=True,
 )
 MIXTURE_LIKE = np.empty(0, MIXTURE)
-# The addresses of the record, of the layers' CALL, of the layer's input and of its output, and of
-# memory for as many tokens as `mixture_sizes` says; the number of tokens, the worker and the number
-# of workers.
-NUM_ARGUMENTS = 9
+# The addresses of the record, of the layers' CALL, of the MLP's input and of its output; the number
+# of tokens, the worker and the number of workers.
+NUM_ARGUMENTS = 7
 
 
 class Parts(NamedTuple):
@@ -109,15 +108,15 @@ def expert_mlp_function(dtype: torch.dtype) -> Callback:
     like = empty_array((0,), dtype)
 
     def run_experts_at(
-        record: int, address: int, x: int, added: int, wide: int, narrow_: int, num_tokens: int,
-        worker: int, num_workers: int,
+        record: int, address: int, x: int, added: int, num_tokens: int, worker: int,
+        num_workers: int,
     ) -> None:  # fmt: skip
         layer = array_at(record, (1,), MIXTURE_LIKE)[0]
         call = array_at(address, (1,), CALL_LIKE)[0]
         team = Team(worker, num_workers, array_at(call.meeting, (MEETING_LEN,), INT64_LIKE))
         shape = (num_tokens, layer.hidden)
         inputs, out = array_at(x, shape, like), array_at(added, shape, FLOAT32_LIKE)
-        parts = _parts_at(layer, wide, narrow_, num_tokens, inputs)
+        parts = _parts_at(layer, mixer_buffers_of(call, layer.hidden), num_tokens, inputs)
         _route(layer, inputs, parts, team)
         places = Places(
             scratch((num_tokens, layer.top_k), INT32_LIKE), scratch((layer.count,), INT32_LIKE)
@@ -137,8 +136,9 @@ def expert_mlp_function(dtype: torch.dtype) -> Callback:
 
 
 @njit(nogil=True)
-def _parts_at(layer: Any, wide: int, narrow_: int, num_tokens: int, like: Floats) -> Parts:
-    """Divides the memory of `mixture_sizes`."""
+def _parts_at(layer: Any, buffers: tuple[int, int], num_tokens: int, like: Floats) -> Parts:
+    """Divides memory of `mixture_sizes`, at these addresses."""
+    wide, narrow = buffers
     num_rows, has_shared = num_tokens * layer.top_k, int(layer.shared_size > 0)
     shapes = (
         (num_tokens, layer.count),
@@ -155,7 +155,7 @@ def _parts_at(layer: Any, wide: int, narrow_: int, num_tokens: int, like: Floats
         starts[index] = end
         end += shape[0] * shape[1] * FLOAT32_LIKE.itemsize
     size = like.itemsize
-    gated = narrow_ + num_rows * layer.hidden * size
+    gated = narrow + num_rows * layer.hidden * size
     return Parts(
         array_at(starts[0], shapes[0], FLOAT32_LIKE),
         array_at(starts[1], shapes[1], INT32_LIKE),
@@ -165,7 +165,7 @@ def _parts_at(layer: Any, wide: int, narrow_: int, num_tokens: int, like: Floats
         array_at(starts[5], shapes[5], FLOAT32_LIKE),
         array_at(starts[6], shapes[6], FLOAT32_LIKE),
         array_at(starts[7], shapes[7], FLOAT32_LIKE),
-        array_at(narrow_, (num_rows, layer.hidden), like),
+        array_at(narrow, (num_rows, layer.hidden), like),
         array_at(gated, (num_rows, layer.size), like),
         array_at(gated + num_rows * layer.size * size, (num_tokens, layer.shared_size), like),
     )

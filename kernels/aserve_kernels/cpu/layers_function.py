@@ -121,6 +121,14 @@ def inputs_of(call: Any, num_joined: int, like: Floats) -> Inputs:
     )
 
 
+@njit(inline="always")
+def mixer_buffers_of(call: Any, hidden_size: int) -> tuple[int, int]:
+    """Returns the addresses of Buffers.mixed and attended, which nothing needs while an MLP is
+    computed. They are where `buffers_in` has them."""
+    skipped = 2 * call.num_tokens * hidden_size
+    return call.wide + skipped * FLOAT32_LIKE.itemsize, call.narrow
+
+
 @cache
 def layers_function(dtype: torch.dtype, kv_dtype: torch.dtype) -> Callback:
     """Returns `run_layers` of a model of this dtype with KV of `kv_dtype`. Its arguments are the
