@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any, TypeVar
 from unittest.mock import Mock
 
@@ -17,19 +18,28 @@ import torch
 from torch import Tensor
 
 from aserve.errors import ConfigError
+from aserve.gpu.device.cpu.isa import read_isa
+from aserve.gpu.device.cpu.kernel_linear import QuantLinear
+from aserve.gpu.device.cpu.linear import LinearPerExpert
+from aserve.gpu.device.cpu.weights import choose_cpu_format
 from aserve.gpu.models.base import CausalModel
 from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.moe.dispatch import LocalDispatcher
+from aserve.gpu.moe.layer import ExpertMlp, GatedExperts
 from aserve.gpu.moe.routing import Routed
 from aserve.gpu.moe.two_batches import expert_layers
 from aserve.gpu.parallel.balancer import BalancedDispatcher, ExpertMoves
 from aserve.gpu.parallel.collectives import ALONE, GroupCollectives
 from aserve.gpu.parallel.exchange import GroupExchange, all_to_all_of
 from aserve.gpu.parallel.experts import MAX_LOW_LATENCY_TOKENS, ExpertRanks, expert_ranks
-from aserve.gpu.parallel.source import for_rank
-from aserve.gpu.weights.source import HOST, ExpertPart
+from aserve.gpu.parallel.source import PlacedExperts, for_rank
+from aserve.gpu.weights.format import WeightRequest
+from aserve.gpu.weights.source import HOST, ExpertPart, Target
 from aserve.parallel.topology import Coordinates, Patience
 from aserve.tiny import MODEL_DIR
+from tests.gpu.weights.mixtures import write_mixtures
+from tests.gpu.weights.published import in_4_bits
+from tests.gpu.weights.test_int4 import CONFIGS
 from tests.load_model import load_model
 
 T = TypeVar("T")
@@ -50,6 +60,7 @@ CONFIG: dict[str, object] = {
     "moe_intermediate_size": 12,
     "mlp_only_layers": [1],
 }
+COMPILING = Lock()
 BACKENDS = ("allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency")
 
 
@@ -98,6 +109,69 @@ def test_ranks_compute_what_one_with_all_experts_does(
     for got in zip(expected, *on_ranks(num_ranks, tmp_path / "store", run), strict=True):
         torch.testing.assert_close(got[1], got[0], atol=1e-12, rtol=1e-12)
         assert all(torch.equal(each, got[1]) for each in got[2:])
+
+
+def test_ranks_keep_the_codes_of_their_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And compute what one with all experts does. NOTE: the kernels of two threads may not share
+    numba's threads."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    own, _ = write_mixtures(tmp_path, in_4_bits("awq", 32), CONFIGS["awq"])
+    x = torch.randn(5, 128, generator=torch.Generator().manual_seed(2))
+    [oracle] = expert_layers(load_model(own, target=coded_target()))
+    expected = oracle(x)
+
+    def run(place: Coordinates) -> tuple[Tensor, int]:
+        ranks = GroupCollectives(place, Patience())
+        mlp = placed_layer(own, place, ranks, interval=None)
+        return mlp(x), num_coded(mlp)
+
+    for got, num_kept in on_ranks(2, tmp_path / "store", run):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+        assert num_kept == 4
+
+
+def test_experts_that_are_moved_have_no_codes(tmp_path: Path) -> None:
+    own, _ = write_mixtures(tmp_path, in_4_bits("awq", 32), CONFIGS["awq"])
+
+    def run(place: Coordinates) -> int:
+        ranks = GroupCollectives(place, Patience())
+        return num_coded(placed_layer(own, place, ranks, interval=9))
+
+    assert on_ranks(2, tmp_path / "store", run) == [0, 0]
+
+
+def coded_target() -> Target:
+    request = WeightRequest("float32", None, 1, stored_quantization="int4")
+    form = choose_cpu_format(request, read_isa())
+    return Target(prepare=form.prepare, prepare_grouped=form.prepare_grouped)
+
+
+def placed_layer(
+    folder: Path, place: Coordinates, ranks: GroupCollectives, *, interval: int | None
+) -> ExpertMlp:
+    """Returns the only layer of a model of which this rank has some of the experts. NOTE: numba
+    compiles a kernel for one thread at a time."""
+    part = ExpertPart(place.rank, place.num_ranks)
+    experts = expert_ranks(
+        place, ranks, part, backend=BACKENDS[0], is_divided=False, interval=interval
+    )
+    target = for_rank(coded_target(), experts.dense, beside={}, experts=experts.part)
+    with COMPILING:
+        model = load_model(folder, target=target)
+    experts.place_experts(model)
+    [mlp] = expert_layers(model)
+    return mlp
+
+
+def num_coded(mlp: ExpertMlp) -> int:
+    """Returns how many experts have codes in their first product."""
+    assert isinstance(mlp.experts, GatedExperts)
+    placed = mlp.experts.gate_up
+    assert isinstance(placed, PlacedExperts)
+    made = placed.part.experts if isinstance(placed.part, LinearPerExpert) else ()
+    return sum(isinstance(each, QuantLinear) for each in made)
 
 
 def test_padding_is_no_load() -> None:
