@@ -217,13 +217,11 @@ def test_what_the_kernel_cannot_do_is_left_to_the_model(
     assert make_compiled_forward(here.model, here.state) is None
 
 
-ONE_CALL = dict.fromkeys((*EXPERT_KINDS, "qwen3.5-moe", "lfm2-moe"), True)
+ONE_CALL = dict.fromkeys((*EXPERT_KINDS, "qwen3.5-moe", "lfm2-moe", "granite-hybrid"), True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "is_one_call"), [*ONE_CALL.items(), ("gpt-oss", False), ("granite-hybrid", False)]
-)
+@pytest.mark.parametrize(("kind", "is_one_call"), [*ONE_CALL.items(), ("gpt-oss", False)])
 def test_steps_of_a_server_are_one_call(
     kind: str, is_one_call: bool, reference_of: ReferenceOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
