@@ -183,6 +183,19 @@ def test_the_cpu_multiplies_blocks_as_codes(kind: str) -> None:
     assert error < 0.03
 
 
+@pytest.mark.parametrize(("quantization", "bits"), [(None, 8), ("int4", 4)])
+def test_what_is_asked_for_is_rounded_again(quantization: str | None, bits: int) -> None:
+    request = WeightRequest(
+        *("bfloat16", "bfloat16", 1 << 30), stored_quantization="int4", quantization=quantization
+    )
+    form = choose_cpu_format(request, read_isa())
+    coded = stored("Q8_0")[0].coded(EVERY)
+    assert isinstance(coded, CodedWeight)
+    layer = form.prepare(QuantizedLinear(coded, None), CPU, dtype=form.dtype)
+    assert isinstance(layer, QuantLinear)
+    assert layer.weight.bits == bits
+
+
 def test_a_file_has_the_tensors_of_its_number(tmp_path: Path) -> None:
     values = np.arange(6, dtype=np.float32)
     first, second = GgufTensor(0, 0, (2, 3), 0, 24), GgufTensor(1, 0, (6,), 0, 24, offset=-1.0)

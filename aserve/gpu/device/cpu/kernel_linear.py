@@ -166,17 +166,18 @@ def prepare_quantized(bits: int) -> Prepare:
         compile_quant_linear(dtype, num_workers, bits=bits)
         return QuantLinear.rounded(linear.weight, linear.bias, bits=bits, num_workers=num_workers)
 
-    return with_codes(prepare) if bits == BITS else prepare
+    return with_codes(prepare, kept=(BITS,)) if bits == BITS else prepare
 
 
-def with_codes(others: Prepare) -> Prepare:
-    """Returns a `Prepare` that keeps the codes of layers that have some as they are."""
+def with_codes(others: Prepare, *, kept: tuple[int, ...] = (BITS, 8)) -> Prepare:
+    """Returns a `Prepare` that keeps the codes of layers that have some of these bits as they
+    are."""
 
     def prepare(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
         coded = linear.stored if isinstance(linear, QuantizedLinear) else None
         if isinstance(coded, Mxfp4Weight):
             coded = coded.as_integers()
-        if not isinstance(coded, CodedWeight) or coded.group % LANES:
+        if not isinstance(coded, CodedWeight) or coded.group % LANES or coded.bits not in kept:
             return others(linear, device, dtype=dtype)
         num_workers = torch.get_num_threads()
         compile_quant_linear(dtype, num_workers, bits=coded.bits)
