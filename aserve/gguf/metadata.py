@@ -78,12 +78,13 @@ class Metadata:
         return integers
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """Returns a value that layers share. A layer with 0 lacks what it is of."""
+        """Returns a value that layers share. A layer with 0 lacks what it is of, and without a
+        default some layer has it."""
         if default is not None and self._own(name) is None:
             return default
         distinct = {*self.integers(name)} - {0}
-        if len(distinct) > 1:
-            self.refuse(name, self._own(name), "the same integer for all layers")
+        if len(distinct) > 1 or (default is None and not distinct):
+            self.refuse(name, self._own(name), "the same integer for all layers, not 0")
         return max(distinct, default=0)
 
     def flag(self, name: str, *, default: bool = False) -> bool:

@@ -45,7 +45,7 @@ def config_of(file: Metadata, *, dtype: str, is_quantized: bool) -> Settings:
         "model_type": family.model_type,
         "vocab_size": embedding.shape[0],
         "hidden_size": file.integer("embedding_length"),
-        "intermediate_size": file.integer("feed_forward_length"),
+        "intermediate_size": file.integer("feed_forward_length", 0),
         "num_hidden_layers": file.num_layers,
         "num_attention_heads": file.integer("attention.head_count"),
         "num_key_value_heads": file.integer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -120,11 +121,19 @@ def test_a_missing_size_is_named_with_its_key() -> None:
         config_of(metadata(own={"block_count": None}), dtype="float32", is_quantized=False)
 
 
-def test_a_size_that_differs_by_layer_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"head_count is '\[4, 8\]'; expected the same integer"):
+@pytest.mark.parametrize("counts", [[4, 8], 0, [0, 0]])
+def test_a_size_that_differs_by_layer_or_is_0_is_refused(counts: object) -> None:
+    message = rf"head_count is '{re.escape(str(counts))}'; expected the same integer .* not 0"
+    with pytest.raises(ConfigError, match=message):
         config_of(
-            metadata(own={"attention.head_count": [4, 8]}), dtype="float32", is_quantized=False
+            metadata(own={"attention.head_count": counts}), dtype="float32", is_quantized=False
         )
+
+
+def test_layers_without_attention_have_no_heads_of_keys() -> None:
+    own = {"attention.head_count_kv": [0, 2]}
+    config = config_of(metadata(own=own), dtype="float32", is_quantized=False)
+    assert config["num_key_value_heads"] == 2
 
 
 def test_a_tied_head_in_blocks_is_multiplied_in_blocks(tmp_path: Path) -> None:
