@@ -166,6 +166,8 @@ GRANITE_HYBRID: dict[str, Any] = {
     "layer_types": ["mamba", "attention", "mamba"],
     "shared_intermediate_size": 40,
 }
+# Attention of which one token more or less changes what is said.
+SHARP = {"attention_multiplier": 1.0}
 # Heads of which the CPU's kernels take blocks of columns, and one group of them.
 WIDE_HEADS = {"mamba_n_heads": 3, "mamba_d_head": 32, "mamba_n_groups": 1}
 
@@ -262,7 +264,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-biased": ("Granite", {**GRANITE, "attention_bias": True, "mlp_bias": True}),
     "granite-hybrid": (
         "GraniteMoeHybrid",
-        {**GRANITE_HYBRID, **WIDE_HEADS, **EXPERTS, "num_local_experts": 4},
+        {**GRANITE_HYBRID, **WIDE_HEADS, **EXPERTS, **SHARP, "num_local_experts": 4},
     ),
     "granite-hybrid-attention": (
         "GraniteMoeHybrid",
@@ -285,6 +287,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_local_experts": 0,
             "position_embedding_type": "rope",
             **WIDE_HEADS,
+            **SHARP,
             "mamba_n_groups": 3,
             "mamba_conv_bias": False,
         },
