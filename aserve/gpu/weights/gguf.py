@@ -134,13 +134,13 @@ class GgufSlice:
         if self._kind not in FOUR_BITS:
             return rounded(self[part], 8)
         blocks = torch.from_numpy(self._stored(rows)).to(self._device)
-        size = GGML_QUANT_SIZES[self._kind][1]
+        num_rows, size = len(blocks), GGML_QUANT_SIZES[self._kind][1]
         codes, scales, offsets = FOUR_BITS[self._kind](blocks.view(-1, size))
-        num_rows = len(blocks)
+        num_groups = scales.numel() // num_rows
         whole = CodedWeight(
-            (codes - MIDDLE).view(num_rows, -1),
-            scales.view(num_rows, -1),
-            (offsets + MIDDLE * scales).view(num_rows, -1),
+            codes.view(num_rows, -1),
+            scales.view(num_rows, num_groups),
+            offsets.view(num_rows, num_groups if offsets.numel() else 0),
         )
         order = self._tensor.order if self._tensor.has_columns else None
         if order is not None:
@@ -151,7 +151,7 @@ class GgufSlice:
             whole = CodedWeight(
                 whole.codes[:, _places(order, whole.codes.shape[1])],
                 whole.scales[:, by_group],
-                whole.offsets[:, by_group],
+                whole.offsets[:, by_group] if whole.offsets.numel() else whole.offsets,
             )
         return whole.part((slice(0, num_rows), columns))
 
@@ -191,13 +191,13 @@ def _dequantized(stored: Bytes, kind: GGMLQuantizationType) -> npt.NDArray[np.fl
 def _q4_0(blocks: Tensor) -> Coded:
     """A scale, and 32 codes from 0 to 15, of which 8 is zero."""
     scales = blocks[:, :2].view(torch.float16).float()
-    return _halves(blocks[:, 2:]), scales, -MIDDLE * scales
+    return _halves(blocks[:, 2:]), scales, scales[:, :0]
 
 
 def _q4_1(blocks: Tensor) -> Coded:
     """A scale and an offset, and 32 codes."""
     scales, offsets = blocks[:, :4].view(torch.float16).float().split(1, dim=1)
-    return _halves(blocks[:, 4:]), scales, offsets
+    return _halves(blocks[:, 4:]), scales, offsets + MIDDLE * scales
 
 
 def _q4_k(blocks: Tensor) -> Coded:
@@ -208,7 +208,8 @@ def _q4_k(blocks: Tensor) -> Coded:
     scales = torch.cat([low & 63, (high & 15) | (low >> 2 & 48)], dim=1)
     offsets = torch.cat([middle & 63, (high >> 4) | (middle >> 2 & 48)], dim=1)
     codes = _halves(blocks[:, 16:].reshape(-1, GROUP)).view(len(blocks), -1)
-    return codes, large[:, :1] * scales, -large[:, 1:] * offsets
+    scales = large[:, :1] * scales
+    return codes, scales, MIDDLE * scales - large[:, 1:] * offsets
 
 
 def _mxfp4(rows: Tensor) -> Mxfp4Weight:
@@ -221,8 +222,9 @@ def _mxfp4(rows: Tensor) -> Mxfp4Weight:
 
 
 def _halves(words: Tensor) -> Tensor:
-    """words [n, k] of two codes each -> int8 [n, 2 k]: the low halves, then the high ones."""
-    return torch.cat([words & 15, words >> 4], dim=1).to(torch.int8)
+    """words [n, k] of two codes each -> int8 [n, 2 k], less MIDDLE: the low halves, then the high
+    ones."""
+    return torch.cat([words & 15, words >> 4], dim=1).to(torch.int8) - MIDDLE
 
 
 FOUR_BITS: Mapping[GGMLQuantizationType, Callable[[Tensor], Coded]] = {

@@ -70,7 +70,10 @@ class CodedWeight:
             return None
         groups = slice(columns.start // self.group, columns.stop // self.group)
         return CodedWeight(
-            self.codes[part].contiguous(), self.scales[rows, groups], self.offsets[rows, groups]
+            self.codes[part].contiguous(),
+            self.scales[rows, groups],
+            self.offsets[rows, groups],
+            self.bits,
         )
 
 
@@ -78,9 +81,15 @@ def joined(parts: Sequence[CodedWeight]) -> CodedWeight | None:
     """Joins the rows of several weights; None if their bits or groups differ."""
     if len({(part.bits, part.scales.shape[1]) for part in parts}) > 1:
         return None
-    every = zip(*((part.codes, part.scales, part.offsets) for part in parts), strict=True)
-    codes, scales, offsets = map(torch.cat, every)
-    return CodedWeight(codes, scales, offsets, parts[0].bits)
+    codes = torch.cat([part.codes for part in parts])
+    scales = torch.cat([part.scales for part in parts])
+    offsets = [part.offsets for part in parts]
+    if any(own.numel() for own in offsets):
+        offsets = [
+            own if own.numel() else torch.zeros_like(part.scales)
+            for own, part in zip(offsets, parts, strict=True)
+        ]
+    return CodedWeight(codes, scales, torch.cat(offsets), parts[0].bits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,14 @@ def test_blocks_of_4_bits_are_the_same_weights_as_codes(kind: str) -> None:
     torch.testing.assert_close(coded.widened(), wide, atol=1e-5, rtol=1e-6)
 
 
+def test_blocks_without_offsets_have_none() -> None:
+    """Their zeros would be read in each step."""
+    for kind, has_offsets in (("Q4_0", False), ("Q4_1", True), ("Q4_K", True)):
+        coded = stored(kind)[0].coded(EVERY)
+        assert isinstance(coded, CodedWeight)
+        assert bool(coded.offsets.numel()) is has_offsets
+
+
 def test_blocks_of_mxfp4_are_the_same_weights_as_elements() -> None:
     tensor, wide = stored("MXFP4")
     coded = tensor.coded((slice(2, 9), slice(64, 512)))
@@ -160,7 +168,9 @@ def test_weights_of_4_and_8_bits_are_joined_in_8() -> None:
     assert ((whole.widened() - wide).abs() <= largest / 127).all()
 
 
-@pytest.mark.parametrize(("kinds", "bits"), [(("Q4_0", "Q4_0"), 4), (("Q8_0", "Q5_0"), 8)])
+@pytest.mark.parametrize(
+    ("kinds", "bits"), [(("Q4_0", "Q4_0"), 4), (("Q4_1", "Q4_0"), 4), (("Q8_0", "Q5_0"), 8)]
+)
 def test_weights_of_the_same_bits_keep_them(kinds: tuple[str, str], bits: int) -> None:
     parts = [stored(kind)[0].coded(EVERY) for kind in kinds]
     whole = joined([part for part in parts if part is not None])
