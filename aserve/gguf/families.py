@@ -158,7 +158,7 @@ def _nothing(_file: Metadata) -> Settings:
     return {}
 
 
-def _qwen3_moe(file: Metadata) -> Settings:
+def _experts(file: Metadata) -> Settings:
     return {
         "num_experts": file.integer("expert_count"),
         "num_experts_per_tok": file.integer("expert_used_count"),
@@ -168,15 +168,14 @@ def _qwen3_moe(file: Metadata) -> Settings:
 
 
 def _qwen2_moe(file: Metadata) -> Settings:
-    shared_rows = file.tensors["blk.0.ffn_gate_shexp.weight"].shape[0]
     return {
-        **_qwen3_moe(file),
+        **_experts(file),
         "norm_topk_prob": False,
-        "shared_expert_intermediate_size": shared_rows,
+        "shared_expert_intermediate_size": file.rows_in_layers("ffn_gate_shexp.weight"),
     }
 
 
-def _routed(file: Metadata) -> Settings:
+def _corrected_experts(file: Metadata) -> Settings:
     """Experts as those of DeepSeek-V3."""
     return {
         "n_routed_experts": file.integer("expert_count"),
@@ -191,7 +190,7 @@ def _routed(file: Metadata) -> Settings:
 
 def _glm4_moe(file: Metadata) -> Settings:
     return {
-        **_routed(file),
+        **_corrected_experts(file),
         "n_shared_experts": file.integer("expert_shared_count"),
         "first_k_dense_replace": file.integer("leading_dense_block_count", 0),
         "use_qk_norm": file.is_in_layers("attn_q_norm.weight"),
@@ -273,7 +272,7 @@ def _lfm2(file: Metadata) -> Settings:
 def _lfm2_moe(file: Metadata) -> Settings:
     return {
         **_lfm2(file),
-        **_qwen3_moe(file),
+        **_experts(file),
         "num_dense_layers": file.integer("leading_dense_block_count", 0),
         "use_expert_bias": file.is_in_layers("exp_probs_b.bias"),
     }
@@ -324,9 +323,8 @@ def _granite_hybrid(file: Metadata) -> Settings:
 def _nemotron_h(file: Metadata) -> Settings:
     mamba = _mamba(file)
     modules = {"ssm_in": "mamba", "attn_q": "attention", "ffn_gate_inp": "moe"}
-    ups = [file.tensors.get(f"blk.{layer}.ffn_up.weight") for layer in range(file.num_layers)]
     settings: Settings = {
-        "intermediate_size": max((up.shape[0] for up in ups if up is not None), default=None),
+        "intermediate_size": file.rows_in_layers("ffn_up.weight"),
         "conv_kernel": mamba["mamba_d_conv"],
         "layers_block_type": _kinds(file, modules, others="mlp"),
         "layer_norm_epsilon": file.number("attention.layer_norm_epsilon"),
@@ -343,7 +341,9 @@ def _nemotron_h(file: Metadata) -> Settings:
     if not file.integer("expert_count", 0):
         return settings
     shared_size = file.integer("expert_shared_feed_forward_length")
-    return settings | _routed(file) | {"moe_shared_expert_intermediate_size": shared_size}
+    return (
+        settings | _corrected_experts(file) | {"moe_shared_expert_intermediate_size": shared_size}
+    )
 
 
 def _falcon_h1(file: Metadata) -> Settings:
@@ -406,17 +406,8 @@ def _tiled(file: Metadata, module: str, _rows: int) -> RowOrder | None:
 
 
 NEMOTRON_H = GgufFamily(
-    "NemotronHForCausalLM",
-    "nemotron_h",
-    _nemotron_h,
-    {
-        **LAYER,
-        **MAMBA,
-        **EXPERTS,
-        **SHARED_EXPERTS,
-        "exp_probs_b": "mlp.gate.e_score_correction_bias",
-        "attn_norm": "norm",
-    },
+    *("NemotronHForCausalLM", "nemotron_h", _nemotron_h),
+    {**LAYER, **MAMBA, **CORRECTED_EXPERTS, "attn_norm": "norm"},
 )
 FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
     {
@@ -476,9 +467,7 @@ FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
             norm_offset=1.0,
             order_of=_tiled,
         ),
-        "qwen3moe": GgufFamily(
-            "Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe, {**LAYER, **EXPERTS}
-        ),
+        "qwen3moe": GgufFamily("Qwen3MoeForCausalLM", "qwen3_moe", _experts, {**LAYER, **EXPERTS}),
     }
 )
 

@@ -60,7 +60,12 @@ class Metadata:
 
     def is_in_layers(self, name: str) -> bool:
         """Returns whether some layer has a tensor of this name."""
-        return any(f"blk.{layer}.{name}" in self.tensors for layer in range(self.num_layers))
+        return self.rows_in_layers(name) is not None
+
+    def rows_in_layers(self, name: str) -> int | None:
+        """Returns the rows of the first layer's tensor of this name, None if no layer has one."""
+        found = (self.tensors.get(f"blk.{layer}.{name}") for layer in range(self.num_layers))
+        return next((tensor.shape[0] for tensor in found if tensor is not None), None)
 
     def text(self, key: str) -> str:
         value = self._values.get(key)

@@ -130,6 +130,15 @@ def test_a_size_that_differs_by_layer_or_is_0_is_refused(counts: object) -> None
         )
 
 
+def test_the_rows_of_layers_are_those_of_the_first_that_has_the_tensor() -> None:
+    stored = {f"blk.1.{name}.weight": StoredBlocks(0, 0, (6, 32), 0, 768) for name in ("up", "a.b")}
+    values = {"general.architecture": "llama", "llama.block_count": 2}
+    file = Metadata((Path("m.gguf"),), values, stored)
+    assert file.rows_in_layers("up.weight") == 6
+    assert file.rows_in_layers("down.weight") is None
+    assert file.is_in_layers("a.b.weight")
+
+
 def test_layers_without_attention_have_no_heads_of_keys() -> None:
     own = {"attention.head_count_kv": [0, 2]}
     config = config_of(metadata(own=own), dtype="float32", is_quantized=False)

@@ -42,7 +42,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a tensor of all experts has a matrix of one."""
+    """Says where a tensor of all experts has the matrix of one."""
 
     expert: int
     first: int  # its first row

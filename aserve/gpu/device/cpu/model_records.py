@@ -338,9 +338,10 @@ class ModelRecords:
         }
 
     def _delta(self, mixer: GatedDeltaNet) -> Values:
-        shape, states = mixer.shape, self._state.recurrent[mixer.spec.index]
-        mixed, attended = _buffer_sizes(mixer)
+        shape = mixer.shape
         values: Values = {
+            **self._inputs(mixer),
+            **self._matrices(mixer),
             "narrow": product_of(self._dtype, mixer.project.narrow),
             "key_heads": shape.linear_num_key_heads,
             "value_heads": shape.linear_num_value_heads,
@@ -348,70 +349,69 @@ class ModelRecords:
             "value_dim": shape.linear_value_head_dim,
             "width": shape.linear_conv_kernel_dim,
             "groups": mixer.project.num_groups,
-            "mixed": mixed,
-            "attended": attended,
-            "table_rows": len(states.matrices),
-            "num_places": states.matrices.shape[1],
-            "num_inputs": states.inputs.shape[1],
             "conv": self._keep(mixer.conv),
             "decay": self._keep(mixer.decay),
             "dt_bias": self._keep(mixer.dt_bias),
             "norm": self._keep(mixer.norm),
-            "matrices": states.matrices.data_ptr(),
-            "inputs": states.inputs.data_ptr(),
             "eps": mixer.eps,
         }
         record = filled(np.zeros(1, RECURRENT), values)
         return self._recurrent(delta_layer_function(self._dtype), record)
 
     def _conv(self, mixer: ShortConv) -> Values:
-        shape, states = mixer.spec.shape, self._state.recurrent[mixer.spec.index]
-        mixed, attended = _buffer_sizes(mixer)
+        shape = mixer.spec.shape
         values: Values = {
+            **self._inputs(mixer),
             "channels": shape.num_channels,
             "taps": shape.num_taps,
-            "mixed": mixed,
-            "attended": attended,
-            "table_rows": len(states.inputs),
-            "num_inputs": states.inputs.shape[1],
             "conv": self._keep(mixer.conv),
             "bias": 0 if mixer.bias is None else self._keep(mixer.bias),
-            "inputs": states.inputs.data_ptr(),
         }
         record = filled(np.zeros(1, SHORT_CONV), values)
         return self._recurrent(conv_layer_function(self._dtype), record)
 
     def _mamba(self, mixer: Mamba2) -> Values:
-        shape, states = mixer.shape, self._state.recurrent[mixer.spec.index]
-        mixed, attended = _buffer_sizes(mixer)
+        shape = mixer.shape
         low, high = mixer.limits
         assert mixer.norm is not None
         values: Values = {
+            **self._inputs(mixer),
+            **self._matrices(mixer),
             "heads": shape.num_heads,
             "head_dim": shape.head_dim,
             "groups": shape.num_groups,
             "state_dim": shape.state_dim,
             "width": shape.num_taps,
             "norm_groups": mixer.num_norm_groups,
-            "mixed": mixed,
-            "attended": attended,
-            "table_rows": len(states.matrices),
-            "num_places": states.matrices.shape[1],
-            "num_inputs": states.inputs.shape[1],
             "conv": self._keep(mixer.conv),
             "bias": self._keep(mixer.bias),
             "decay": self._keep(mixer.decay),
             "dt_bias": self._keep(mixer.dt_bias),
             "skip": self._keep(mixer.skip),
             "norm": self._keep(mixer.norm),
-            "matrices": states.matrices.data_ptr(),
-            "inputs": states.inputs.data_ptr(),
             "eps": mixer.eps,
             "low": low,
             "high": high,
         }
         record = filled(np.zeros(1, MAMBA), values)
         return self._recurrent(mamba_layer_function(self._dtype), record)
+
+    def _inputs(self, mixer: GatedDeltaNet | Mamba2 | ShortConv) -> Values:
+        """Returns the sizes of a layer's buffers, and where rows keep the inputs of its conv."""
+        mixed, attended = _buffer_sizes(mixer)
+        inputs = self._state.recurrent[mixer.spec.index].inputs
+        return {
+            "mixed": mixed,
+            "attended": attended,
+            "table_rows": len(inputs),
+            "num_inputs": inputs.shape[1],
+            "inputs": inputs.data_ptr(),
+        }
+
+    def _matrices(self, mixer: GatedDeltaNet | Mamba2) -> Values:
+        """Returns where rows keep the matrices of a layer."""
+        matrices = self._state.recurrent[mixer.spec.index].matrices
+        return {"num_places": matrices.shape[1], "matrices": matrices.data_ptr()}
 
     def _recurrent(self, function: Callback, record: Records) -> Values:
         """`function` advances a layer of this record."""

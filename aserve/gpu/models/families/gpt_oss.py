@@ -43,8 +43,8 @@ def gpt_oss(config: ModelConfig) -> DecoderSpec:
 
 
 def _experts(index: int, spec: DecoderSpec, weights: WeightSource, /) -> ExpertMlp:
-    """The checkpoint has one tensor for the biases of all experts, with those of gate and up in
-    turns."""
+    """The published checkpoints have one tensor for the biases of all experts, with those of gate
+    and up in turns. Others have two."""
     fields, hidden, size = (
         spec.config.fields,
         spec.config.hidden_size,
@@ -57,7 +57,7 @@ def _experts(index: int, spec: DecoderSpec, weights: WeightSource, /) -> ExpertM
     gate_up = weights.stacked(name, parts, count=count, in_features=hidden)
     if fields.flag("has_joined_biases", default=True):
         gate_up_bias = _halves(weights.tensor(f"{name}.gate_up_proj_bias", (count, 2 * size)))
-    else:  # in GGUF files
+    else:
         biases = [weights.tensor(f"{name}.{part}_bias", (count, size)) for part in parts]
         gate_up_bias = torch.cat(biases, dim=1)
     down = weights.stacked(name, {"down_proj": hidden}, count=count, in_features=size)

@@ -55,7 +55,7 @@ def granite_hybrid(config: ModelConfig) -> DecoderSpec:
         rope=config.rope if has_rope else NoRope(),
         intermediate_size=config.intermediate_size if has_experts else size,
     )
-    # GGUF files have gate and up of the shared MLP apart.
+    # A checkpoint may have gate and up of the shared MLP apart, as it has those of experts.
     is_joined = fields.flag("has_joined_shared", default=True)
     mlp: MakeMlp = partial(_shared_mlp, is_joined=is_joined)
     if has_experts:
