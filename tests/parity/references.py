@@ -111,6 +111,21 @@ GLM4_MOE = {
     "use_qk_norm": True,
 }
 
+DOTS1 = {
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 2.5,
+    "sliding_window": None,
+}
+MINIMAX = {
+    "num_experts_per_tok": 3,
+    "num_local_experts": 8,
+    "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5},
+}
 GPT_OSS = {
     "attention_bias": True,
     "num_local_experts": 4,
@@ -307,6 +322,31 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2": ("Olmo2", {}),
     "olmo2-biased": ("Olmo2", {"attention_bias": True, "tie_word_embeddings": True}),
+    "olmo3": ("Olmo3", {"sliding_window": 24, "num_hidden_layers": 4}),
+    "olmo3-yarn": (
+        "Olmo3",
+        {**MIXED, "rope_scaling": {"rope_type": "yarn", "factor": 4.5, **STRETCHED}},
+    ),
+    "dots1": ("Dots1", DOTS1),
+    "dots1-sliding": (
+        "Dots1",
+        {**DOTS1, "attention_bias": True, "sliding_window": 24, "max_window_layers": 2},
+    ),
+    "exaone4": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "exaone4-sliding": ("Exaone4", {"sliding_window": 24, "num_hidden_layers": 4}),
+    "exaone4-mixed": ("Exaone4", MIXED),
+    "glm4-lite": ("Glm4MoeLite", {**DEEPSEEK, "n_group": 1, "topk_group": 1, "v_head_dim": 24}),
+    "minimax-m2": ("MiniMaxM2", MINIMAX),
+    "seed-oss": ("SeedOss", {"attention_bias": True}),
+    "seed-oss-biased": (
+        "SeedOss",
+        {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+    ),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 1, 0], "pad_token_id": 0}),
+    "smollm3-sliding": (
+        "SmolLM3",
+        {**SWITCHED, "no_rope_layer_interval": 2, "attention_bias": True, "pad_token_id": 0},
+    ),
     "qwen2": ("Qwen2", {}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-sliding": ("Qwen2", {**SWITCHED, "max_window_layers": 1}),
@@ -336,13 +376,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 OTHER_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("Cohere", {"logit_scale": 4.0}),
     "cohere2": ("Cohere2", {"logit_scale": 4.0, **MIXED}),
-    "exaone4": ("Exaone4", MIXED),
     "glm4": ("Glm4", {"pad_token_id": 0}),
     "gpt-neox": ("GPTNeoX", {"hidden_size": 64}),
     "olmo": ("Olmo", {"clip_qkv": 2.0}),
-    "olmo3": ("Olmo3", MIXED),
     "opt": ("OPT", {"ffn_dim": 80, "word_embed_proj_dim": 48}),
-    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 1, 0], "pad_token_id": 0}),
     "starcoder2": ("Starcoder2", {"sliding_window": 24}),
 }
 

@@ -46,6 +46,7 @@ from tests.parity.test_forms import rounded
 KINDS = (
     *("llama-biased", "llama-longrope", "qwen3-mixed", "gemma2", "gemma3", "granite"),
     "granite-hybrid-attention",  # without positions
+    *("smollm3", "exaone4-sliding"),  # without positions in some layers
 )
 EXPERT_KINDS = ("mixtral", "qwen2-moe", "qwen3-moe", "glm4-moe", "glm4-moe-groups")
 # Attention is the last layer of one.

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.slow
 # Each shows something that the others do not have.
 KINDS = (
     *("llama-biased", "llama-longrope", "llama-tied", "qwen2-sliding", "qwen3-mixed"),
-    *("gemma2", "gemma3-linear", "granite", "olmo2", "phi3-partial"),
+    *("gemma2", "gemma3-linear", "granite", "olmo2", "phi3-partial", "smollm3"),
+    *("exaone4-sliding", "olmo3-yarn"),
 )
 
 

@@ -99,6 +99,8 @@ AXES: list[tuple[str, str, object]] = [
     ("gemma3", "embedding_scale", EmbeddingScale()),
     ("gemma3-linear", "logit_softcap", None),
     ("phi3", "windows", (None,) * 3),
+    ("smollm3", "ropes", ()),
+    ("exaone4-sliding", "windows", (24,) * 4),
     ("granite", "attention_scale", None),
     ("granite", "embedding_scale", EmbeddingScale()),
     ("granite", "residual_scale", 1.0),

@@ -22,7 +22,7 @@ batches and shards are not visible here. Weights are set while it is built, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -71,7 +71,8 @@ class Decoder:
         self.hidden_size = config.hidden_size
         self.max_model_len = max_model_len
         self.dtype = weights.dtype
-        ropes = tuple(dict.fromkeys(_rope(config, window) for window in spec.windows))
+        own_ropes = _ropes(spec)
+        ropes = tuple(dict.fromkeys(own_ropes))
         self.rotaries = tuple(
             Rotary(
                 rope,
@@ -89,8 +90,8 @@ class Decoder:
         self.embedding_factor = _embedding_factor(spec, weights.dtype)
         self.first_norm = _norm(weights, _entry_norm(spec, 0), spec)
         self.blocks = tuple(
-            Block(index, spec, weights, rotary=ropes.index(_rope(config, window)))
-            for index, window in enumerate(spec.windows)
+            Block(index, spec, weights, rotary=ropes.index(rope))
+            for index, rope in enumerate(own_ropes)
         )
         self.layers = tuple(b.mixer.layer for b in self.blocks if b.mixer.layer is not None)
         self.recurrent_layers = recurrent_specs(block.mixer for block in self.blocks)
@@ -275,8 +276,9 @@ def layer_spec(index: int, spec: DecoderSpec, weights: WeightSource) -> LayerSpe
     )
 
 
-def _rope(config: ModelConfig, window: int | None) -> Rope:
-    return config.rope if window is None else config.sliding_rope
+def _ropes(spec: DecoderSpec) -> Sequence[Rope]:
+    full, sliding = spec.config.rope, spec.config.sliding_rope
+    return spec.ropes or [full if window is None else sliding for window in spec.windows]
 
 
 def _entry_norm(spec: DecoderSpec, index: int) -> str | None:

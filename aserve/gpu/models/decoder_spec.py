@@ -11,6 +11,7 @@ import msgspec
 from torch import Tensor
 
 from aserve.gpu.kv.layer_groups import LayerSpec
+from aserve.gpu.layers.rope_scaling import Rope
 from aserve.gpu.models.base import Attend
 from aserve.gpu.models.config.layer_types import Windows
 from aserve.gpu.models.config.model import ModelConfig
@@ -89,8 +90,9 @@ class MakeMlp(Protocol):
 
 
 class DecoderSpec(msgspec.Struct, frozen=True):
-    """`windows`, `mixers` and `mlps` have one entry per layer. An empty `mixers` means that every
-    layer has grouped-query attention, an empty `mlps` that every layer has a gated MLP."""
+    """`windows`, `mixers`, `mlps` and `ropes` have an entry per layer. An empty `mixers` means that
+    every layer has grouped-query attention, an empty `mlps` that every layer has a gated MLP; empty
+    `ropes` are those of the configuration."""
 
     config: ModelConfig
     windows: Windows
@@ -101,6 +103,7 @@ class DecoderSpec(msgspec.Struct, frozen=True):
     norm_offset: float = 0.0  # y = x / rms(x) * (norm_offset + w)
     qk_norm: QkNorm | None = None
     has_joined_weights: bool = False  # the checkpoint stores qkv_proj and gate_up_proj
+    ropes: tuple[Rope, ...] = ()
     rope_axes: tuple[int, ...] = ()  # the position axis of each rotary pair; empty: one axis
     has_partial_rotary: bool = False  # the config may rotate only a part of each head
     attention_scale: float | None = None  # of q k^T; None: head_dim ** -0.5

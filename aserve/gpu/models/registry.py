@@ -21,6 +21,7 @@ from aserve.gpu.models.families import (
     bamba,
     bert,
     deepseek,
+    exaone4,
     falcon_h1,
     gemma2,
     gemma3,
@@ -32,6 +33,7 @@ from aserve.gpu.models.families import (
     llada2,
     llama,
     longcat_flash,
+    minimax_m2,
     mistral,
     mixtral,
     modernbert,
@@ -45,6 +47,8 @@ from aserve.gpu.models.families import (
     qwen3_next,
     qwen_vl,
     sdar,
+    seed_oss,
+    smollm3,
 )
 from aserve.gpu.models.pooled_families import (
     EncoderFamily,
@@ -154,6 +158,18 @@ FAMILIES: Mapping[str, Family] = {
         deepseek.deepseek_v3,
         deepseek.V3_DEFAULTS,
     ),
+    "Dots1ForCausalLM": DecoderFamily(
+        "dots.llm1",
+        "as GLM-4.5, with whole heads rotated; windows in upper layers",
+        glm4_moe.dots1,
+        glm4_moe.DOTS1_DEFAULTS,
+    ),
+    "Exaone4ForCausalLM": DecoderFamily(
+        "EXAONE 4.0",
+        "norms after the sublayers; a window and rotary positions in three of four layers",
+        exaone4.exaone4,
+        exaone4.DEFAULTS,
+    ),
     "FalconH1ForCausalLM": DecoderFamily(
         "Falcon-H1",
         "Mamba-2 beside the attention of each layer, and factors on most inputs and outputs",
@@ -185,6 +201,12 @@ FAMILIES: Mapping[str, Family] = {
         "experts chosen by corrected sigmoid scores, shared experts, half of each head rotated",
         glm4_moe.glm4_moe,
         glm4_moe.DEFAULTS,
+    ),
+    "Glm4MoeLiteForCausalLM": DecoderFamily(
+        "GLM-4.7-Flash",
+        "as DeepSeek-V3, without groups of experts",
+        deepseek.deepseek_v3,
+        deepseek.GLM4_LITE_DEFAULTS,
     ),
     "GptOssForCausalLM": DecoderFamily(
         "gpt-oss",
@@ -265,6 +287,12 @@ FAMILIES: Mapping[str, Family] = {
         qwen2.qwen2,
         qwen2.DEFAULTS,
     ),
+    "MiniMaxM2ForCausalLM": DecoderFamily(
+        "MiniMax-M2",
+        "experts chosen by corrected sigmoid scores in all layers, norms over all heads",
+        minimax_m2.minimax_m2,
+        minimax_m2.DEFAULTS,
+    ),
     "MistralForCausalLM": DecoderFamily(
         "Mistral",
         "a sliding window in all layers",
@@ -315,6 +343,12 @@ FAMILIES: Mapping[str, Family] = {
         "norms after the sublayers, one norm over all heads of queries and of keys",
         olmo2.olmo2,
         olmo2.DEFAULTS,
+    ),
+    "Olmo3ForCausalLM": DecoderFamily(
+        "OLMo 3",
+        "as OLMo 2; a window in three of four layers",
+        olmo2.olmo3,
+        olmo2.DEFAULTS_3,
     ),
     "Phi3ForCausalLM": DecoderFamily(
         "Phi-3, Phi-4",
@@ -444,6 +478,18 @@ FAMILIES: Mapping[str, Family] = {
         "as BERT",
         bert.roberta,
         bert.ROBERTA_DEFAULTS,
+    ),
+    "SeedOssForCausalLM": DecoderFamily(
+        "Seed-OSS",
+        "as Llama, with biases on q, k and v",
+        seed_oss.seed_oss,
+        seed_oss.DEFAULTS,
+    ),
+    "SmolLM3ForCausalLM": DecoderFamily(
+        "SmolLM3",
+        "as Llama, without rotary positions in every fourth layer",
+        smollm3.smollm3,
+        smollm3.DEFAULTS,
     ),
     "XLMRobertaForSequenceClassification": EncoderFamily(
         "XLM-RoBERTa (classifier)",

@@ -150,7 +150,7 @@ def _head_dim(fields: Fields, num_heads: int) -> int:
 
 
 def _rotary_dim(fields: Fields, head_dim: int) -> int:
-    rotary_dim = int(head_dim * rotary_part(fields))
+    rotary_dim = fields.integer("rotary_dim", default=int(head_dim * rotary_part(fields)))
     if rotary_dim < 4 or rotary_dim % 2:
         raise ConfigError(
             f"{fields.source}: partial_rotary_factor rotates {rotary_dim} of {head_dim} "

@@ -1,4 +1,5 @@
-"""DeepSeek-V2, V3, V3.2 and Kimi K2: latent attention, and experts behind the first layers.
+"""DeepSeek-V2, V3, V3.2, Kimi K2 and GLM-4.7-Flash: latent attention, and experts behind the first
+layers.
 
 V2 chooses experts by their softmax scores, among all of them (`greedy`) or in the groups that have
 the best experts (`group_limited_greedy`). V3 has sigmoid scores, and a bias corrects the choice.
@@ -13,9 +14,8 @@ import dataclasses
 from functools import partial
 
 from aserve.gpu.models.config.model import ModelConfig
-from aserve.gpu.models.decoder import gated_mlp
 from aserve.gpu.models.decoder_spec import DecoderSpec, MakeMlp
-from aserve.gpu.models.families.glm4_moe import corrected_experts
+from aserve.gpu.models.families.glm4_moe import corrected_experts, mlps_by_layer
 from aserve.gpu.models.indexer import IndexShape
 from aserve.gpu.models.latent_attention import LatentAttention, LatentShape
 from aserve.gpu.moe.layer import ExpertsSpec
@@ -50,6 +50,20 @@ V3_DEFAULTS = {
     "topk_group": 4,
 }
 
+GLM4_LITE_DEFAULTS = {
+    **V3_DEFAULTS,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 4,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "rms_norm_eps": 1e-5,
+    "routed_scaling_factor": 1.8,
+    "topk_group": 1,
+    "v_head_dim": 256,
+}
 V32_DEFAULTS = {**V3_DEFAULTS, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
 
 
@@ -76,7 +90,6 @@ def _deepseek(
     fields, num_layers = config.fields, config.num_layers
     if fields.integer("moe_layer_freq", default=1) != 1:
         fields.refuse("moe_layer_freq", expected="1: experts in all layers but the first")
-    num_dense = min(fields.integer("first_k_dense_replace", minimum=0), num_layers)
     shape = LatentShape.of(fields)
     # Rope rotates the heads of q_pe and k_pe; other heads have no meaning here.
     rope_dim = shape.qk_rope_head_dim
@@ -84,7 +97,7 @@ def _deepseek(
         dataclasses.replace(config, head_dim=rope_dim, rotary_dim=rope_dim),
         windows=(None,) * num_layers,
         mixers=(partial(LatentAttention, shape=shape, index_shape=index_shape),) * num_layers,
-        mlps=(gated_mlp,) * num_dense + (experts,) * (num_layers - num_dense),
+        mlps=mlps_by_layer(config, experts),
     )
 
 
