@@ -20,7 +20,12 @@ from aserve.gpu.weights.reader import WeightReader
 from aserve.gpu.weights.source import HOST, LoadProgress
 from tests.gpu import test_ngram_model
 from tests.load_model import load_model
-from tests.parity import picture_models, test_diffusion_models, test_pooled_models
+from tests.parity import (
+    picture_models,
+    test_diffusion_models,
+    test_pooled_models,
+    test_text_parts,
+)
 from tests.parity.conftest import ReferenceOf
 from tests.parity.dense_attend import logits_of
 from tests.parity.references import (
@@ -224,4 +229,5 @@ def test_every_native_family_is_compared_with_its_reference() -> None:
     causal = {f"{family}ForCausalLM" for family, _ in KINDS.values()}
     pooled = {architecture for architecture, _, _ in test_pooled_models.KINDS.values()}
     seeing = {f"{kind}ForConditionalGeneration" for kind in picture_models.KINDS}
-    assert sorted(causal | pooled | seeing | COMPARED_BY.keys()) == sorted(FAMILIES)
+    parts = {f"{kind}ForConditionalGeneration" for kind in test_text_parts.KINDS}
+    assert sorted(causal | pooled | seeing | parts | COMPARED_BY.keys()) == sorted(FAMILIES)

@@ -57,7 +57,8 @@ from aserve.gpu.models.pooled_families import (
     score_head,
 )
 from aserve.gpu.models.vision_language import VisionLanguageFamily
-from aserve.gpu.weights.checkpoint import as_stored
+from aserve.gpu.weights.checkpoint import Rename, as_stored
+from aserve.gpu.weights.renamed import text_name
 from aserve.gpu.weights.source import WeightSource
 
 
@@ -89,7 +90,7 @@ class DecoderFamily:
     about: str
     spec: Callable[[ModelConfig], DecoderSpec]
     defaults: Mapping[str, object] = field(default_factory=dict)
-    own_name: Callable[[str], str] = as_stored
+    own_name: Rename = as_stored
 
     def build(self, config: ModelConfig, weights: WeightSource, *, max_model_len: int) -> Decoder:
         return Decoder(self.spec(config), weights, max_model_len=max_model_len)
@@ -196,6 +197,13 @@ FAMILIES: Mapping[str, Family] = {
         gemma3.gemma3,
         gemma3.DEFAULTS,
     ),
+    "Gemma3ForConditionalGeneration": DecoderFamily(
+        "Gemma 3",
+        "as Gemma 3 (text), from a checkpoint that reads pictures too; these are refused",
+        gemma3.gemma3,
+        gemma3.TEXT_DEFAULTS,
+        text_name,
+    ),
     "Glm4MoeForCausalLM": DecoderFamily(
         "GLM-4.5",
         "experts chosen by corrected sigmoid scores, shared experts, half of each head rotated",
@@ -298,6 +306,13 @@ FAMILIES: Mapping[str, Family] = {
         "a sliding window in all layers",
         mistral.mistral,
         mistral.DEFAULTS,
+    ),
+    "Mistral3ForConditionalGeneration": DecoderFamily(
+        "Mistral Small 3",
+        "as Mistral, from a checkpoint that reads pictures too; these are refused",
+        mistral.mistral3,
+        mistral.SMALL3_DEFAULTS,
+        text_name,
     ),
     "MistralForSequenceClassification": PooledDecoderFamily(
         "Mistral (classifier)",

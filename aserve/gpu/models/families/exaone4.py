@@ -1,5 +1,5 @@
-"""EXAONE 4.0: norms after the sublayers and of each query and key head. In a model with windows, the
-layers without one do not rotate heads.
+"""EXAONE 4.0: norms after the sublayers and of each query and key head. If some layers have a
+window, the others do not rotate heads.
 
 Reference: modeling_exaone4.py in transformers. Paper: https://arxiv.org/abs/2507.11407
 """

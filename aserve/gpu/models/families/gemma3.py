@@ -21,6 +21,13 @@ DEFAULTS = {
     "rope_theta": 1e6,
     "rope_local_base_freq": 1e4,
 }
+# The files of models with pictures leave out what is as in the first one of them.
+TEXT_DEFAULTS = {
+    **DEFAULTS,
+    "max_position_embeddings": 131_072,
+    "num_attention_heads": 8,
+    "vocab_size": 262_208,
+}
 
 
 def gemma3(config: ModelConfig) -> DecoderSpec:
