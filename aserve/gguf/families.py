@@ -68,6 +68,16 @@ BIASED_EXPERTS: Mapping[str, str] = {
     "attn_sinks": "self_attn.sinks",
     "ffn_gate_inp": "mlp.router",
 }
+LATENTS: Mapping[str, str] = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",  # of older files, in place of the next two
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+}
 MIXTRAL: Mapping[str, str] = {
     "ffn_gate_inp": "block_sparse_moe.gate",
     "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
@@ -100,6 +110,7 @@ DELTA: Mapping[str, str] = {
     "attn_gate": "linear_attn.in_proj_z",
     "ssm_alpha": "linear_attn.in_proj_a",
     "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_ba": "linear_attn.in_proj_ba",
     "ssm_conv1d": "linear_attn.conv1d",
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
@@ -121,6 +132,7 @@ SHARED_ALONE: Mapping[str, str] = {  # layers without experts
     "ffn_down": "mlp.shared_experts.down_proj",
 }
 Settings = dict[str, object]
+SIGMOID = 2  # gguf.ExpertGatingFuncType
 
 
 class RowOrder(msgspec.Struct, frozen=True):
@@ -150,7 +162,8 @@ class GgufFamily:
     names: Mapping[str, str] = field(default_factory=lambda: LAYER)
     around: Mapping[str, str] = field(default_factory=lambda: AROUND)
     norm_offset: float = 0.0  # that the file's norms have beside the model's
-    rope: Mapping[str, object] = field(default_factory=dict)  # beside what the file says of it
+    # What stands beside the scaling of rope that all families have.
+    rope: Callable[[Metadata], Settings] = lambda _file: {}
     order_of: OrderOf = lambda _file, _module, _rows: None
 
 
@@ -186,6 +199,47 @@ def _corrected_experts(file: Metadata) -> Settings:
         "norm_topk_prob": file.flag("expert_weights_norm", default=True),
         "routed_scaling_factor": file.number("expert_weights_scale", 1.0),
     }
+
+
+def _deepseek2(file: Metadata) -> Settings:
+    """The names of newer files end in `mla`, as they have the sizes of one head of latents, too."""
+    rope_dim, num_heads = (
+        file.integer(name) for name in ("rope.dimension_count", "attention.head_count")
+    )
+    key_dim, value_dim = (
+        file.integer(f"attention.{name}_mla", file.integer(f"attention.{name}"))
+        for name in ("key_length", "value_length")
+    )
+    corrects = file.is_in_layers("exp_probs_b.bias")
+    is_sigmoid = corrects or file.integer("expert_gating_func", 0) == SIGMOID
+    groups = file.integer("expert_group_count", 1)
+    own: Settings = {
+        **_corrected_experts(file),
+        "norm_topk_prob": file.flag("expert_weights_norm"),
+        "n_shared_experts": file.integer("expert_shared_count", 0),
+        "first_k_dense_replace": file.integer("leading_dense_block_count", 0),
+        "head_dim": rope_dim,
+        "partial_rotary_factor": 1.0,
+        "num_key_value_heads": num_heads,
+        "has_joined_up": file.is_in_layers("attn_kv_b.weight"),
+        "kv_lora_rank": file.integer("attention.kv_lora_rank"),
+        "q_lora_rank": file.integer("attention.q_lora_rank", 0) or None,
+        "qk_nope_head_dim": key_dim - rope_dim,
+        "qk_rope_head_dim": rope_dim,
+        "v_head_dim": value_dim,
+        "topk_method": "greedy" if groups == 1 else "group_limited_greedy",
+    }
+    v3 = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+    return own | (v3 if is_sigmoid else {})
+
+
+def _latent_rope(file: Metadata) -> Settings:
+    """The file has a tenth of a factor that checkpoints name twice."""
+    name = "rope.scaling.yarn_log_multiplier"
+    if not file.has(name):
+        return {}
+    factor = 10 * file.number(name)
+    return {"mscale": factor, "mscale_all_dim": factor}
 
 
 def _glm4_moe(file: Metadata) -> Settings:
@@ -307,6 +361,16 @@ def _mamba(file: Metadata) -> Settings:
     }
 
 
+def _granite_moe(file: Metadata) -> Settings:
+    """Granite 4 without Mamba-2 is such a file, too."""
+    return {
+        **_granite(file),
+        **_mixtral(file),
+        "has_joined_shared": False,
+        "shared_intermediate_size": file.integer("expert_shared_feed_forward_length", 0),
+    }
+
+
 def _granite_hybrid(file: Metadata) -> Settings:
     return {
         **_granite(file),
@@ -381,15 +445,33 @@ def _qwen35_moe(file: Metadata) -> Settings:
     return {**_qwen35(file), **_qwen2_moe(file), "norm_topk_prob": True}
 
 
+def _qwen3_next(file: Metadata) -> Settings:
+    return {**_qwen35_moe(file), "has_grouped_projections": False}
+
+
+def _mistral3(file: Metadata) -> Settings:
+    if file.has(name := "attention.temperature_scale"):
+        file.refuse(name, file.number(name), "none: queries that positions scale are not supported")
+    return {}
+
+
 def _neighbours(file: Metadata, module: str, rows: int) -> RowOrder | None:
     """Rope rotates neighbouring elements of a head in the file, and those half a head apart in the
     model."""
     num_heads = file.integer("attention.head_count")
-    if module == "attn_k":
-        num_heads = file.integer("attention.head_count_kv", num_heads)
-    elif module != "attn_q":
+    if module == "attn_k" and file.has("attention.head_count_kv"):
+        num_heads = file.integer("attention.head_count_kv")
+    elif module not in ("attn_q", "attn_k"):
         return None
     return RowOrder(num_heads, rows // num_heads // 2, 2, 1)
+
+
+def _by_kinds(file: Metadata, module: str, rows: int) -> RowOrder | None:
+    """The file has the rows of b and of a that belong to one key head together."""
+    if module != "ssm_ba":
+        return None
+    num_keys = file.integer("ssm.group_count")
+    return RowOrder(1, num_keys, 2, rows // 2 // num_keys)
 
 
 def _tiled(file: Metadata, module: str, _rows: int) -> RowOrder | None:
@@ -409,8 +491,15 @@ NEMOTRON_H = GgufFamily(
     *("NemotronHForCausalLM", "nemotron_h", _nemotron_h),
     {**LAYER, **MAMBA, **CORRECTED_EXPERTS, "attn_norm": "norm"},
 )
+QWEN3 = GgufFamily("Qwen3ForCausalLM", "qwen3", _nothing)
+QWEN3_MOE = GgufFamily("Qwen3MoeForCausalLM", "qwen3_moe", _experts, {**LAYER, **EXPERTS})
 FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
     {
+        "deepseek2": GgufFamily(
+            *("DeepseekV2ForCausalLM", "deepseek_v2", _deepseek2),
+            {**LAYER, **LATENTS, **CORRECTED_EXPERTS},
+            rope=_latent_rope,
+        ),
         "falcon-h1": GgufFamily("FalconH1ForCausalLM", "falcon_h1", _falcon_h1, {**LAYER, **MAMBA}),
         "gemma2": GgufFamily(
             *("Gemma2ForCausalLM", "gemma2", _gemma2, {**LAYER, **NORMS_AROUND}), norm_offset=1.0
@@ -424,12 +513,17 @@ FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
         ),
         "gpt-oss": GgufFamily(
             *("GptOssForCausalLM", "gpt_oss", _gpt_oss, {**LAYER, **BIASED_EXPERTS}),
-            rope={"truncate": False},
+            rope=lambda _file: {"truncate": False},
         ),
         "granite": GgufFamily("GraniteForCausalLM", "granite", _granite, order_of=_neighbours),
         "granitehybrid": GgufFamily(
             *("GraniteMoeHybridForCausalLM", "granitemoehybrid", _granite_hybrid),
             {**LAYER, **MAMBA, **EXPERTS, **SHARED_ALONE, **SHARED_EXPERTS},
+            order_of=_neighbours,
+        ),
+        "granitemoe": GgufFamily(
+            *("GraniteMoeForCausalLM", "granitemoe", _granite_moe),
+            {**LAYER, **EXPERTS, **SHARED_EXPERTS},
             order_of=_neighbours,
         ),
         "lfm2": GgufFamily(
@@ -444,6 +538,7 @@ FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
             {**AROUND, "token_embd_norm": "model.embedding_norm"},
         ),
         "llama": GgufFamily("LlamaForCausalLM", "llama", _nothing, order_of=_neighbours),
+        "mistral3": GgufFamily("LlamaForCausalLM", "llama", _mistral3, order_of=_neighbours),
         "nemotron_h": NEMOTRON_H,
         "nemotron_h_moe": NEMOTRON_H,
         "olmo2": GgufFamily("Olmo2ForCausalLM", "olmo2", _nothing, {**LAYER, **NORMS_AROUND}),
@@ -455,7 +550,8 @@ FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
         "qwen2moe": GgufFamily(
             *("Qwen2MoeForCausalLM", "qwen2_moe", _qwen2_moe), {**LAYER, **EXPERTS, **GATED_SHARED}
         ),
-        "qwen3": GgufFamily("Qwen3ForCausalLM", "qwen3", _nothing),
+        "qwen2vl": GgufFamily("Qwen2ForCausalLM", "qwen2", _nothing),
+        "qwen3": QWEN3,
         "qwen35": GgufFamily(
             *("Qwen3_5ForCausalLM", "qwen3_5_text", _qwen35, {**LAYER, **DELTA}),
             norm_offset=1.0,
@@ -467,7 +563,15 @@ FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
             norm_offset=1.0,
             order_of=_tiled,
         ),
-        "qwen3moe": GgufFamily("Qwen3MoeForCausalLM", "qwen3_moe", _experts, {**LAYER, **EXPERTS}),
+        "qwen3moe": QWEN3_MOE,
+        "qwen3next": GgufFamily(
+            *("Qwen3NextForCausalLM", "qwen3_next", _qwen3_next),
+            {**LAYER, **DELTA, **EXPERTS, **GATED_SHARED},
+            norm_offset=1.0,
+            order_of=_by_kinds,
+        ),
+        "qwen3vl": QWEN3,
+        "qwen3vlmoe": QWEN3_MOE,
     }
 )
 

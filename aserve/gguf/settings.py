@@ -20,6 +20,11 @@ CONTROL = 3  # gguf.TokenType
 # Vocabularies of byte pairs whose texts begin with a token even where the file does not say it.
 BEGINS = ("llama3", "llama-v3", "llama-bpe")
 TOKENS = "tokenizer.ggml.tokens"
+YARN = {  # names of GGUF, and those of config.json
+    "yarn_attn_factor": "attention_factor",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
 
 
 def family_of(file: Metadata) -> GgufFamily:
@@ -65,9 +70,10 @@ def config_of(file: Metadata, *, dtype: str, is_quantized: bool) -> Settings:
     }
     if is_quantized:
         config["quantization_config"] = {"quant_method": "gguf"}
-    return {
-        name: value for name, value in (config | family.settings(file)).items() if value is not None
-    }
+    # NOTE: a family's null stays: without it the field would get the default of the architecture.
+    return {name: value for name, value in config.items() if value is not None} | family.settings(
+        file
+    )
 
 
 def tokenizer_config_of(file: Metadata) -> Settings:
@@ -127,7 +133,12 @@ def _rope_scaling(file: Metadata, family: GgufFamily) -> Settings | None:
     if kind in (None, "none") or factor == 1.0:
         return None
     trained_len = file.integer("rope.scaling.original_context_length", 0)
-    scaling: Settings = {"rope_type": kind, "factor": factor, **family.rope}
+    scaling: Settings = {"rope_type": kind, "factor": factor, **family.rope(file)}
+    scaling |= {
+        own: file.number(f"rope.scaling.{name}")
+        for name, own in YARN.items()
+        if file.has(f"rope.scaling.{name}")
+    }
     return scaling | ({"original_max_position_embeddings": trained_len} if trained_len else {})
 
 

@@ -19,8 +19,9 @@ from safetensors.torch import load_file
 Values = npt.NDArray[np.float32]
 Tensors = Iterator[tuple[str, Values]]
 SUFFIXES = (".weight", ".bias")
-NEIGHBOURS = ("llama", "granite", "granitehybrid")
-ADDS_ONE = ("gemma2", "gemma3", "qwen35", "qwen35moe")
+NEIGHBOURS = ("llama", "granite", "granitehybrid", "granitemoe", "mistral3")
+ADDS_ONE = ("gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")
+LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # Tensors that have a name each in GGUF, by their ends, in order of their rows.
 HALVES = {
     ".block_sparse_moe.input_linear.weight": (".mlp.experts.gate_proj", ".mlp.experts.up_proj"),
@@ -43,10 +44,12 @@ def write_gguf(
     kind: str = "F32",
     max_tensors: int = 0,
     changed: Mapping[str, Callable[[Values], Values]] | None = None,
+    others: Mapping[str, object] | None = None,
 ) -> Path:
     """Writes matrices in a format of gguf.GGMLQuantizationType, and returns the (first) path. With
-    `max_tensors` there are several files. `changed` are values by their names in GGUF."""
-    config = json.loads((directory / "config.json").read_text())
+    `max_tensors` there are several files. `changed` are values by their names in GGUF. `others` are
+    fields of config.json that the directory does not have."""
+    config = json.loads((directory / "config.json").read_text()) | (others or {})
     writer = GGUFWriter(path, arch, split_max_tensors=max_tensors)
     _add_sizes(writer, config, arch)
     _add_tokenizer(writer, directory, config)
@@ -75,7 +78,10 @@ def _add_sizes(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_block_count(num_layers)
+    num_drafting = config.get("num_nextn_predict_layers", 0)
+    writer.add_block_count(num_layers + num_drafting)
+    if num_drafting:
+        writer.add_nextn_predict_layers(num_drafting)
     writer.add_head_count(num_heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
     eps = (config.get(name) for name in ("rms_norm_eps", "norm_eps", "layer_norm_epsilon"))
@@ -86,6 +92,13 @@ def _add_sizes(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
     else:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
+    for name, add in (
+        ("beta_fast", writer.add_rope_scaling_yarn_beta_fast),
+        ("beta_slow", writer.add_rope_scaling_yarn_beta_slow),
+        ("attention_factor", writer.add_rope_scaling_yarn_attn_factor),
+    ):
+        if full.get(name):
+            add(full[name])
     if full.get("rope_type") in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(full["rope_type"]))
         writer.add_rope_scaling_factor(full["factor"])
@@ -119,6 +132,38 @@ def _add_mamba(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
         writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
 
 
+def _add_latents(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    """Has the sizes of latents, or those of heads, as older files have them."""
+    q_rank, kv_rank, nope_dim, rope_dim, value_dim = (config[name] for name in LATENT_SIZES)
+    for key in ("attention.key_length", "attention.value_length", "attention.head_count_kv"):
+        writer.kv_data[0].pop(f"deepseek2.{key}")
+    if config.get("is_old"):
+        writer.add_head_count_kv(config["num_attention_heads"])
+        writer.add_key_length(nope_dim + rope_dim)
+        writer.add_value_length(value_dim)
+    else:
+        writer.add_head_count_kv(1)
+        writer.add_key_length(kv_rank + rope_dim)
+        writer.add_value_length(kv_rank)
+        writer.add_key_length_mla(nope_dim + rope_dim)
+        writer.add_value_length_mla(value_dim)
+    if q_rank:
+        writer.add_q_lora_rank(q_rank)
+    writer.add_kv_lora_rank(kv_rank)
+    writer.add_rope_dimension_count(rope_dim)
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_group_count(config["n_group"])
+    writer.add_expert_group_used_count(config["topk_group"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    if config.get("norm_topk_prob"):
+        writer.add_expert_weights_norm(True)
+    if config.get("scoring_func") == "sigmoid":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if (mscale := config["rope_parameters"].get("mscale_all_dim")) is not None:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * mscale)
+
+
 def _add_own(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
     match arch:
         case "gemma2":
@@ -132,10 +177,14 @@ def _add_own(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
             writer.add_expert_weights_scale(config["routed_scaling_factor"])
             writer.add_expert_weights_norm(config["norm_topk_prob"])
             writer.add_rope_dimension_count(config["head_dim"] // 2)
-        case "qwen35" | "qwen35moe":
+        case "deepseek2":
+            _add_latents(writer, config)
+        case "granitemoe":
+            writer.add_expert_shared_feed_forward_length(config.get("shared_intermediate_size", 0))
+        case "qwen35" | "qwen35moe" | "qwen3next":
             num_values, kinds = config["linear_num_value_heads"], config["layer_types"]
             writer.add_full_attention_interval(kinds.index("full_attention") + 1)
-            if arch == "qwen35moe":
+            if arch != "qwen35":
                 is_linear = [each == "linear_attention" for each in kinds]
                 writer.add_array(f"{arch}.attention.recurrent_layers", is_linear)
             writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
@@ -189,8 +238,9 @@ def _add_tokenizer(writer: GGUFWriter, directory: Path, config: dict[str, Any]) 
 
 def _tensors(directory: Path, config: dict[str, Any], arch: str) -> Tensors:
     number = {name: number for number, name in MODEL_ARCH_NAMES.items()}[arch]
-    names = get_tensor_name_map(number, _num_layers(config))
-    for name, values in _joined(directory, in_turns=arch == "gpt-oss"):
+    names = get_tensor_name_map(number, 2 * _num_layers(config))
+    stored = _parts(_joined(directory, in_turns=arch == "gpt-oss"), config)
+    for name, values in _with_drafters(stored, config):
         values = _changed(name, values, config, arch)
         dotted = name.replace(".dt_bias", ".dt_proj.bias")
         if ".mixer.experts." in name:
@@ -201,6 +251,7 @@ def _tensors(directory: Path, config: dict[str, Any], arch: str) -> Tensors:
         if "experts.w" in name:
             dotted = name.removeprefix("model.").replace("block_sparse_moe", "feed_forward")
         found = names.get_name(dotted, try_suffixes=SUFFIXES)
+        found = name if name.startswith("blk.") else found
         assert found is not None, name
         yield found, np.ascontiguousarray(values)
     rope = config.get("rope_parameters") or {}
@@ -243,6 +294,39 @@ def _joined(directory: Path, *, in_turns: bool) -> Tensors:
         yield name, np.stack(parts)
 
 
+def _parts(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """Yields the projections of latent attention and of Qwen3-Next as the file has them."""
+    for name, values in tensors:
+        if name.endswith("in_proj_qkvz.weight"):
+            num_keys, dim = config["linear_num_key_heads"], config["linear_key_head_dim"]
+            value_size = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+            sizes = np.cumsum([dim, dim, value_size // num_keys])
+            by_head = values.reshape(num_keys, -1, values.shape[-1])
+            *qkv, z = (each.reshape(-1, values.shape[-1]) for each in np.split(by_head, sizes, 1))
+            yield name.replace("qkvz", "qkv"), np.concatenate(qkv)
+            yield name.replace("qkvz", "z"), z
+        elif name.endswith("kv_b_proj.weight") and not config.get("is_old"):
+            by_head = values.reshape(config["num_attention_heads"], -1, values.shape[-1])
+            key, value = np.split(by_head, [config["qk_nope_head_dim"]], 1)
+            yield name.replace("kv_b", "k_b"), key.swapaxes(1, 2)
+            yield name.replace("kv_b", "v_b"), value
+        else:
+            yield name, values
+
+
+def _with_drafters(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """Yields the tensors, and layers of multi-token prediction that have those of the first."""
+    num_layers, prefix = _num_layers(config), "model.layers.0."
+    for name, values in tensors:
+        yield name, values
+        if not name.startswith(prefix):
+            continue
+        for number in range(num_layers, num_layers + config.get("num_nextn_predict_layers", 0)):
+            yield name.replace(prefix, f"model.layers.{number}."), values
+            if name.endswith("input_layernorm.weight"):
+                yield f"blk.{number}.nextn.enorm.weight", values
+
+
 def _parted(prefix: str, name: str, values: Values) -> Tensors:
     """Experts of gpt-oss: [experts, in, out], and biases [experts, out]."""
     module, is_bias = name.removesuffix("_bias"), name.endswith("_bias")
@@ -260,7 +344,7 @@ def _num_layers(config: dict[str, Any]) -> int:
 def _changed(name: str, values: Values, config: dict[str, Any], arch: str) -> Values:
     if arch in ADDS_ONE and name.endswith("norm.weight") and "linear_attn" not in name:
         return values + 1
-    if "linear_attn" in name:
+    if "linear_attn" in name and arch != "qwen3next":
         return _changed_delta(name, values, config)
     if name.endswith(("A_log", ".D")):
         return (-np.exp(values) if name.endswith("A_log") else values)[:, np.newaxis]

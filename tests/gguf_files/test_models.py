@@ -23,7 +23,7 @@ from aserve.host.hub import resolve_model_dir
 from tests.gguf_files.files import Values, write_gguf
 from tests.load_model import load_model
 from tests.parity.dense_attend import logits_of
-from tests.parity.references import VOCAB_SIZE, new_model
+from tests.parity.references import STRETCHED, VOCAB_SIZE, YARN_MSCALE, new_model
 
 MAX_MODEL_LEN = 64
 MXFP4 = GGMLQuantizationType.MXFP4
@@ -36,6 +36,11 @@ NO_FACTORS: dict[str, Any] = {
     "ssm_multipliers": [1.0] * 5,
     "ssm_out_multiplier": 1.0,
 }
+ONE_GROUP: dict[str, Any] = {"n_group": 1, "topk_group": 1}
+# Files have one factor for both.
+NO_RATIO: dict[str, Any] = {
+    "rope_parameters": {**YARN_MSCALE, "mscale": 0.7, "mscale_all_dim": 0.7, **STRETCHED}
+}
 NO_RULE: dict[str, Any] = {"query_pre_attn_scalar": 16}  # that of all but the largest Gemma
 
 # (kind of tests/parity/references.py, what differs from it, architecture of GGUF)
@@ -45,6 +50,9 @@ KINDS: list[tuple[str, dict[str, Any], str]] = [
     ("llama-linear", {}, "llama"),
     ("llama-yarn", {}, "llama"),
     ("llama-llama3", {}, "llama"),
+    ("deepseek2", {}, "deepseek2"),
+    ("deepseek2-lite", ONE_GROUP, "deepseek2"),
+    ("deepseek3", NO_RATIO, "deepseek2"),
     ("falcon-h1", NO_FACTORS, "falcon-h1"),
     ("falcon-h1-late-norm", NO_FACTORS, "falcon-h1"),
     ("gemma2", NO_RULE, "gemma2"),
@@ -54,8 +62,11 @@ KINDS: list[tuple[str, dict[str, Any], str]] = [
     ("granite", SAME_WIDTH, "granite"),
     ("granite-hybrid", {**SAME_WIDTH, "mamba_n_heads": 4}, "granitehybrid"),
     ("granite-hybrid-dense", {**SAME_WIDTH, "mamba_n_heads": 4}, "granitehybrid"),
+    ("granite-moe", SAME_WIDTH, "granitemoe"),
+    ("granite-moe-shared", SAME_WIDTH, "granitemoe"),
     ("lfm2", {"block_auto_adjust_ff_dim": False}, "lfm2"),
     ("lfm2-moe", {}, "lfm2moe"),
+    ("mistral-full", {}, "mistral3"),
     ("mixtral", {"sliding_window": None}, "llama"),
     ("nemotron-h", {}, "nemotron_h_moe"),
     ("nemotron-h-dense", {}, "nemotron_h"),
@@ -64,10 +75,14 @@ KINDS: list[tuple[str, dict[str, Any], str]] = [
     ("phi3-longrope", {}, "phi3"),
     ("qwen2", {}, "qwen2"),
     ("qwen2-moe", {"norm_topk_prob": False}, "qwen2moe"),
+    ("qwen2", {}, "qwen2vl"),
     ("qwen3-tied", {}, "qwen3"),
+    ("qwen3", {}, "qwen3vl"),
     ("qwen3.5-interval", {"attention_bias": False}, "qwen35"),
     ("qwen3.5-moe", {}, "qwen35moe"),
     ("qwen3-moe", {"mlp_only_layers": []}, "qwen3moe"),
+    ("qwen3-moe", {"mlp_only_layers": []}, "qwen3vlmoe"),
+    ("qwen3-next", {"mlp_only_layers": []}, "qwen3next"),
 ]
 
 
@@ -91,7 +106,9 @@ def assert_alike(left: Path, right: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "sizes", "arch"), KINDS, ids=[kind for kind, *_ in KINDS])
+@pytest.mark.parametrize(
+    ("kind", "sizes", "arch"), KINDS, ids=[f"{arch}-{kind}" for kind, _, arch in KINDS]
+)
 def test_a_file_has_the_model_that_it_was_made_of(
     kind: str, sizes: dict[str, Any], arch: str, tmp_path: Path
 ) -> None:
@@ -115,6 +132,27 @@ def as_mxfp4(values: Values) -> Values:
     stored = gguf.quants.quantize(values, MXFP4)
     widened: Values = gguf.dequantize(stored, MXFP4)
     return widened.reshape(values.shape)
+
+
+@pytest.mark.parametrize("kind", ["deepseek2", "deepseek3"])
+def test_older_files_of_latent_attention_have_one_projection(kind: str, tmp_path: Path) -> None:
+    """Their sizes of heads are not those of latents."""
+    sizes = NO_RATIO if kind == "deepseek3" else {}
+    directory = saved(kind, tmp_path / "model", **sizes)
+    old = {"is_old": True, "scoring_func": "sigmoid" if kind == "deepseek3" else "softmax"}
+    file = write_gguf(directory, tmp_path / "model.gguf", "deepseek2", others=old)
+    assert_alike(gguf_model_dir(file), directory)
+
+
+@pytest.mark.parametrize("kind", ["deepseek2", "qwen3-next", "glm4-moe"])
+def test_layers_of_multi_token_prediction_are_not_read(kind: str, tmp_path: Path) -> None:
+    sizes, arch = {each: (own, arch) for each, own, arch in KINDS}[kind]
+    directory = saved(kind, tmp_path / "model", **sizes)
+    more = {"num_nextn_predict_layers": 2}
+    file = write_gguf(directory, tmp_path / "model.gguf", arch, others=more)
+    num_layers = json.loads((directory / "config.json").read_text())["num_hidden_layers"]
+    assert f"blk.{num_layers + 1}.nextn.enorm.weight" in read_metadata(file).tensors
+    assert_alike(gguf_model_dir(file), directory)
 
 
 def test_the_gate_of_a_shared_expert_may_be_a_vector(tmp_path: Path) -> None:
@@ -173,9 +211,9 @@ def test_a_directory_is_made_once_for_each_state_of_a_file(tmp_path: Path) -> No
 
 def test_an_unknown_architecture_is_refused_with_those_that_are_read(tmp_path: Path) -> None:
     directory = saved("qwen2", tmp_path / "model")
-    file = write_gguf(directory, tmp_path / "model.gguf", "qwen2vl")
+    file = write_gguf(directory, tmp_path / "model.gguf", "internlm2")
     with pytest.raises(
-        ConfigError, match=r"'qwen2vl' are not read, only those of falcon-h1, gemma2"
+        ConfigError, match=r"'internlm2' are not read, only those of deepseek2, falcon-h1"
     ):
         gguf_model_dir(file)
 

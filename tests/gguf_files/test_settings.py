@@ -116,6 +116,24 @@ def test_rope_may_rotate_a_part_of_each_head() -> None:
     assert (config["head_dim"], config["partial_rotary_factor"]) == (8, 0.5)
 
 
+def test_the_bounds_of_yarn_are_those_of_the_file() -> None:
+    scaling = {"factor": 8.0, "yarn_beta_fast": 16.0, "yarn_beta_slow": 2.0}
+    own: dict[str, Any] = {"rope.scaling.type": "yarn"}
+    own |= {f"rope.scaling.{name}": value for name, value in scaling.items()}
+    config = config_of(metadata(own=own), dtype="float32", is_quantized=False)
+    bounds = {"beta_fast": 16.0, "beta_slow": 2.0}
+    assert config["rope_scaling"] == {"rope_type": "yarn", "factor": 8.0, **bounds}
+
+
+def test_queries_that_positions_scale_are_refused() -> None:
+    """Ministral 3 has them, and Mistral Small does not."""
+    values: dict[str, Any] = {f"mistral3.{name}": value for name, value in SIZES.items()}
+    values |= {"general.architecture": "mistral3", "mistral3.attention.temperature_scale": 0.1}
+    file = Metadata((Path("m.gguf"),), values, EMBEDDING)
+    with pytest.raises(ConfigError, match=r"temperature_scale is '0.1'; expected none"):
+        config_of(file, dtype="float32", is_quantized=False)
+
+
 def test_a_missing_size_is_named_with_its_key() -> None:
     with pytest.raises(ConfigError, match="block_count is missing; expected an integer"):
         config_of(metadata(own={"block_count": None}), dtype="float32", is_quantized=False)

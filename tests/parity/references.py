@@ -307,6 +307,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_conv_bias": False,
         },
     ),
+    "granite-moe": ("GraniteMoe", {**GRANITE, **SHARP, "num_local_experts": 4}),
+    "granite-moe-shared": (
+        "GraniteMoeShared",
+        {**GRANITE, **SHARP, "num_local_experts": 4, "shared_intermediate_size": 40},
+    ),
     "longcat-flash": ("LongcatFlash", LONGCAT),
     "mixtral": ("Mixtral", {"sliding_window": 24, "num_local_experts": 4}),
     "nemotron-h": ("NemotronH", {**NEMOTRON_H, "hybrid_override_pattern": "M-*EMM*-E"}),

@@ -217,7 +217,9 @@ def test_what_the_kernel_cannot_do_is_left_to_the_model(
     assert make_compiled_forward(here.model, here.state) is None
 
 
-ONE_CALL = dict.fromkeys((*EXPERT_KINDS, "qwen3.5-moe", "lfm2-moe", "granite-hybrid"), True)
+ONE_CALL = dict.fromkeys(
+    (*EXPERT_KINDS, "qwen3.5-moe", "lfm2-moe", "granite-hybrid", "granite-moe"), True
+)
 
 
 @pytest.mark.slow

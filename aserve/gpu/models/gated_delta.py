@@ -13,7 +13,7 @@ transformers
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -30,6 +30,10 @@ from aserve.gpu.models.decoder_spec import DecoderSpec, MakeMixer
 from aserve.gpu.models.recurrent import RecurrentSpec, with_states
 from aserve.gpu.weights.source import WeightSource
 from aserve_kernels.delta_rule import DeltaTokens
+
+# A field that is false where a checkpoint of Qwen3-Next has q, k, v and z, and b and a, one after
+# the other, not by key heads.
+HAS_GROUPS = "has_grouped_projections"
 
 
 class DeltaShape(msgspec.Struct, frozen=True):
@@ -160,7 +164,8 @@ def is_gated_delta(mixer: MakeMixer) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class JoinedProjection:
-    """The projections of Qwen3.5: q, k and v one after the other, and three more."""
+    """The projections of Qwen3.5: q, k and v one after the other, and z. b and a are two layers, or
+    one."""
 
     shape: DeltaShape
     wide: LinearOp  # q, k, v and z
@@ -168,11 +173,18 @@ class JoinedProjection:
 
     @classmethod
     def of(
-        cls, prefix: str, shape: DeltaShape, weights: WeightSource, /, *, hidden_size: int
+        cls,
+        prefix: str,
+        shape: DeltaShape,
+        weights: WeightSource,
+        /,
+        *,
+        hidden_size: int,
+        narrow_names: Sequence[str] = ("in_proj_b", "in_proj_a"),
     ) -> JoinedProjection:
-        num_heads = shape.linear_num_value_heads
+        num_rows = 2 * shape.linear_num_value_heads // len(narrow_names)
         wide = {"in_proj_qkv": shape.num_channels, "in_proj_z": shape.value_size}
-        narrow = {"in_proj_b": num_heads, "in_proj_a": num_heads}
+        narrow = dict.fromkeys(narrow_names, num_rows)
         return cls(shape, *_linears(prefix, weights, (wide, narrow), hidden_size=hidden_size))
 
     @property

@@ -61,6 +61,7 @@ class LatentShape(msgspec.Struct, frozen=True):
     qk_rope_head_dim: int
     v_head_dim: int
     is_interleaved: bool = True  # rope rotates neighbouring elements
+    has_joined_up: bool = True  # W_kv_b is one tensor; else W_uk^T and W_uv are two, by heads
     mscale: float = 1.0  # YaRN's factor of queries and keys
     query_factor: float = 1.0
     latent_factor: float = 1.0
@@ -76,6 +77,7 @@ class LatentShape(msgspec.Struct, frozen=True):
             qk_rope_head_dim=fields.integer("qk_rope_head_dim"),
             v_head_dim=fields.integer("v_head_dim"),
             is_interleaved=fields.flag("rope_interleave", default=True),
+            has_joined_up=fields.flag("has_joined_up", default=True),
             mscale=_mscale(fields),
         )
 
@@ -304,9 +306,12 @@ def _norm(weights: WeightSource, name: str, size: int, *, factor: float = 1.0) -
 def _up_projection(
     prefix: str, weights: WeightSource, *, shape: LatentShape, num_heads: int
 ) -> UpProjection:
-    sizes = (shape.qk_nope_head_dim, shape.v_head_dim)
-    rows = num_heads * sum(sizes)
-    joined = weights.tensor(f"{prefix}.kv_b_proj.weight", (rows, shape.kv_lora_rank))
+    sizes, rank = (shape.qk_nope_head_dim, shape.v_head_dim), shape.kv_lora_rank
+    if not shape.has_joined_up:
+        key = weights.tensor(f"{prefix}.k_b_proj.weight", (num_heads, rank, sizes[0]))
+        value = weights.tensor(f"{prefix}.v_b_proj.weight", (num_heads, sizes[1], rank))
+        return UpProjection(key.mT.contiguous(), value.contiguous())
+    joined = weights.tensor(f"{prefix}.kv_b_proj.weight", (num_heads * sum(sizes), rank))
     key, value = joined.view(num_heads, sum(sizes), -1).split(sizes, dim=1)
     return UpProjection(key.contiguous(), value.contiguous())
 

@@ -227,11 +227,25 @@ FAMILIES: Mapping[str, Family] = {
         "scaled embeddings, attention, residuals and logits",
         granite.granite,
     ),
+    "GraniteMoeForCausalLM": DecoderFamily(
+        "Granite 3 MoE",
+        "as Granite; experts chosen by their scores, and weighed by a softmax over the chosen",
+        granite_hybrid.granite_moe,
+        granite_hybrid.MOE_DEFAULTS,
+        granite_hybrid.own_name,
+    ),
     "GraniteMoeHybridForCausalLM": DecoderFamily(
         "Granite 4",
         "as Granite; Mamba-2 layers between those with attention; experts beside a shared MLP",
         granite_hybrid.granite_hybrid,
         granite_hybrid.DEFAULTS,
+        granite_hybrid.own_name,
+    ),
+    "GraniteMoeSharedForCausalLM": DecoderFamily(
+        "Granite 3 MoE (shared)",
+        "as Granite 3 MoE, with an MLP beside the experts that all tokens share",
+        granite_hybrid.granite_moe,
+        {**granite_hybrid.MOE_DEFAULTS, "shared_intermediate_size": 1024},
         granite_hybrid.own_name,
     ),
     "LLaDA2MoeModelLM": DecoderFamily(

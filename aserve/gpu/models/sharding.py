@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from aserve.errors import ConfigError
 from aserve.gpu.models.config.fields import replaced
 from aserve.gpu.models.config.model import ModelConfig
-from aserve.gpu.models.gated_delta import DeltaShape
+from aserve.gpu.models.gated_delta import HAS_GROUPS, DeltaShape
 from aserve.gpu.models.short_conv import CHANNELS
 from aserve.gpu.weights.inventory import Inventory
 from aserve.gpu.weights.source import Shard
@@ -23,7 +23,8 @@ HEAD = "lm_head"
 # By the last component of a layer's name. Mixtral's experts have w1, w2 and w3.
 COLUMN_PARALLEL = frozenset(
     {
-        *("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"),
+        *("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "k_b_proj", "v_b_proj"),
+        *("gate_proj", "up_proj"),
         *("w1", "w3"),
         *("gate_up_proj", "in_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
         *("in_proj_qkvz", "in_proj_ba", "conv", "conv1d"),
@@ -123,6 +124,8 @@ def _sections(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shape = DeltaShape.of(config.fields)
         qkv = (shape.key_size, shape.key_size, shape.value_size)
         sections |= {"in_proj_qkv.weight": qkv, "conv1d.weight": qkv}
+        if not config.fields.flag(HAS_GROUPS, default=True):
+            sections["in_proj_ba.weight"] = (shape.linear_num_value_heads,) * 2
     if config.fields.has(CONV_TAPS):
         channels = (config.hidden_size,) * 3
         sections |= {"in_proj.weight": channels, "in_proj.bias": channels}

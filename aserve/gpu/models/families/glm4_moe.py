@@ -33,7 +33,9 @@ DEFAULTS = {
 DOTS1_DEFAULTS = {
     "first_k_dense_replace": 0,
     "max_window_layers": 62,
+    "moe_intermediate_size": 1408,
     "n_group": 1,
+    "n_routed_experts": 128,
     "n_shared_experts": 0,
     "routed_scaling_factor": 1.0,
     "topk_group": 1,

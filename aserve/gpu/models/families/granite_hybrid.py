@@ -1,7 +1,8 @@
 """Granite 4: Granite with Mamba-2 layers between those with attention, which mostly know no
 positions. Each layer has an MLP that all tokens share, and in larger models experts beside it.
+Granite 3 MoE has attention and experts alone, or experts beside such an MLP.
 
-Reference: modeling_granitemoehybrid.py in transformers.
+Reference: modeling_granitemoehybrid.py and modeling_granitemoe.py in transformers.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ DEFAULTS = {
     "num_local_experts": 8,
     "shared_intermediate_size": 1024,
 }
+MOE_DEFAULTS = {"num_experts_per_tok": 2, "num_local_experts": 8}
 # The checkpoint's names, and those of the decoder, with and without experts.
 RENAMED = {
     r"\.block_sparse_moe\.input_linear\.weight": ".mlp.experts.gate_up_proj",
@@ -55,14 +57,18 @@ def granite_hybrid(config: ModelConfig) -> DecoderSpec:
         rope=config.rope if has_rope else NoRope(),
         intermediate_size=config.intermediate_size if has_experts else size,
     )
-    # A checkpoint may have gate and up of the shared MLP apart, as it has those of experts.
-    is_joined = fields.flag("has_joined_shared", default=True)
-    mlp: MakeMlp = partial(_shared_mlp, is_joined=is_joined)
+    mlp: MakeMlp = partial(_shared_mlp, is_joined=_has_joined_shared(fields))
     if has_experts:
-        mlp = _experts(config, shared_size=size, is_joined=is_joined)
+        mlp = _experts(config, shared_size=size)
     return msgspec.structs.replace(
         granite(own), mixers=_mixers(fields, num_layers), mlps=(mlp,) * num_layers
     )
+
+
+def granite_moe(config: ModelConfig) -> DecoderSpec:
+    size = config.fields.integer("shared_intermediate_size", default=0, minimum=0)
+    mlp = _experts(config, shared_size=size)
+    return msgspec.structs.replace(granite(config), mlps=(mlp,) * config.num_layers)
 
 
 def own_name(name: str) -> str:
@@ -90,12 +96,17 @@ def _shared_mlp(
     return gated_mlp(index, own, weights, name=SHARED)
 
 
-def _experts(config: ModelConfig, *, shared_size: int, is_joined: bool) -> ExpertsSpec:
+def _has_joined_shared(fields: Fields) -> bool:
+    """A checkpoint may have gate and up of the shared MLP apart, as it has those of experts."""
+    return fields.flag("has_joined_shared", default=True)
+
+
+def _experts(config: ModelConfig, *, shared_size: int) -> ExpertsSpec:
     count = config.fields.integer("num_local_experts")
     return ExpertsSpec(
         count=count,
         size=config.intermediate_size,
         routing=Routing(checked_top_k(config.fields, count), scores=Scores.LOGITS),
         shared_size=shared_size,
-        has_joined_shared=is_joined,
+        has_joined_shared=_has_joined_shared(config.fields),
     )

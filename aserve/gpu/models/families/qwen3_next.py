@@ -22,6 +22,7 @@ from aserve.gpu.models.families.qwen2_moe import shared_experts
 from aserve.gpu.models.families.qwen3_moe import SPARSE_DEFAULTS, sparse_mlps
 from aserve.gpu.models.gated_attention import GatedAttention
 from aserve.gpu.models.gated_delta import (
+    HAS_GROUPS,
     DeltaShape,
     GatedDeltaNet,
     GroupedProjection,
@@ -54,7 +55,10 @@ MOE_DEFAULTS = {**NEXT_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8}
 
 def qwen3_next(config: ModelConfig) -> DecoderSpec:
     mlps = sparse_mlps(config, shared_experts(config))
-    return msgspec.structs.replace(_hybrid(config, GroupedProjection.of), mlps=mlps)
+    project: MakeProjection = GroupedProjection.of
+    if not config.fields.flag(HAS_GROUPS, default=True):
+        project = partial(JoinedProjection.of, narrow_names=("in_proj_ba",))
+    return msgspec.structs.replace(_hybrid(config, project), mlps=mlps)
 
 
 def qwen3_5(config: ModelConfig) -> DecoderSpec:
