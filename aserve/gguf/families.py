@@ -84,6 +84,10 @@ MIXTRAL: Mapping[str, str] = {
     "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
 }
+CORRECTED_MIXTRAL: Mapping[str, str] = {
+    **MIXTRAL,
+    "exp_probs_b": "block_sparse_moe.e_score_correction_bias",
+}
 SHORT_CONV: Mapping[str, str] = {
     "attn_norm": "operator_norm",
     "attn_q_norm": "self_attn.q_layernorm",
@@ -251,6 +255,10 @@ def _glm4_moe(file: Metadata) -> Settings:
     }
 
 
+def _dots1(file: Metadata) -> Settings:
+    return {**_glm4_moe(file), "sliding_window": None}
+
+
 def _gpt_oss(file: Metadata) -> Settings:
     return {
         **_mixtral(file),
@@ -292,6 +300,25 @@ def _gemma3(file: Metadata) -> Settings:
         "rope_local_base_freq": file.number("rope.freq_base_swa", 10_000.0),
         "sliding_window_pattern": 6,  # a layer with full attention behind five with the window
     }
+
+
+def _windows(file: Metadata) -> Settings:
+    """The window of the layers that the file lists, or of three of four."""
+    window, name = file.integer("attention.sliding_window", 0), "attention.sliding_window_pattern"
+    has_window = [bool(window) and (layer + 1) % 4 != 0 for layer in range(file.num_layers)]
+    if window and file.has(name):
+        has_window = [bool(each) for each in file.integers(name)]
+    return {
+        "sliding_window": window or None,
+        "layer_types": [
+            "sliding_attention" if each else "full_attention"
+            for each in has_window[: file.num_layers]
+        ],
+    }
+
+
+def _seed_oss(file: Metadata) -> Settings:
+    return {"attention_out_bias": file.is_in_layers("attn_output.bias")}
 
 
 def _phi3(file: Metadata) -> Settings:
@@ -500,6 +527,10 @@ FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
             {**LAYER, **LATENTS, **CORRECTED_EXPERTS},
             rope=_latent_rope,
         ),
+        "dots1": GgufFamily("Dots1ForCausalLM", "dots1", _dots1, {**LAYER, **CORRECTED_EXPERTS}),
+        "exaone4": GgufFamily(
+            *("Exaone4ForCausalLM", "exaone4", _windows, {**LAYER, **NORMS_AROUND})
+        ),
         "falcon-h1": GgufFamily("FalconH1ForCausalLM", "falcon_h1", _falcon_h1, {**LAYER, **MAMBA}),
         "gemma2": GgufFamily(
             *("Gemma2ForCausalLM", "gemma2", _gemma2, {**LAYER, **NORMS_AROUND}), norm_offset=1.0
@@ -538,10 +569,14 @@ FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
             {**AROUND, "token_embd_norm": "model.embedding_norm"},
         ),
         "llama": GgufFamily("LlamaForCausalLM", "llama", _nothing, order_of=_neighbours),
+        "minimax-m2": GgufFamily(
+            "MiniMaxM2ForCausalLM", "minimax_m2", _mixtral, {**LAYER, **CORRECTED_MIXTRAL}
+        ),
         "mistral3": GgufFamily("LlamaForCausalLM", "llama", _mistral3, order_of=_neighbours),
         "nemotron_h": NEMOTRON_H,
         "nemotron_h_moe": NEMOTRON_H,
-        "olmo2": GgufFamily("Olmo2ForCausalLM", "olmo2", _nothing, {**LAYER, **NORMS_AROUND}),
+        # OLMo 3, whose layers may all be without a window, as those of OLMo 2 are.
+        "olmo2": GgufFamily("Olmo3ForCausalLM", "olmo3", _windows, {**LAYER, **NORMS_AROUND}),
         "phi3": GgufFamily(
             *("Phi3ForCausalLM", "phi3", _phi3),
             {**LAYER, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
@@ -572,6 +607,11 @@ FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
         ),
         "qwen3vl": QWEN3,
         "qwen3vlmoe": QWEN3_MOE,
+        "seed_oss": GgufFamily(
+            *("SeedOssForCausalLM", "seed_oss", _seed_oss),
+            {**LAYER, "post_attention_norm": "post_attention_layernorm"},
+        ),
+        "smollm3": GgufFamily("SmolLM3ForCausalLM", "smollm3", _nothing, order_of=_neighbours),
     }
 )
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 Values = npt.NDArray[np.float32]
 Tensors = Iterator[tuple[str, Values]]
 SUFFIXES = (".weight", ".bias")
-NEIGHBOURS = ("llama", "granite", "granitehybrid", "granitemoe", "mistral3")
+NEIGHBOURS = ("llama", "granite", "granitehybrid", "granitemoe", "mistral3", "smollm3")
 ADDS_ONE = ("gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")
 LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # Tensors that have a name each in GGUF, by their ends, in order of their rows.
@@ -102,7 +102,7 @@ def _add_sizes(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
     if full.get("rope_type") in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(full["rope_type"]))
         writer.add_rope_scaling_factor(full["factor"])
-    trained_len = rope.get("original_max_position_embeddings")
+    trained_len = full.get("original_max_position_embeddings")
     trained_len = config.get("original_max_position_embeddings") or trained_len
     if trained_len and rope.get("rope_type") != "llama3":
         writer.add_rope_scaling_orig_ctx_len(trained_len)
@@ -171,12 +171,19 @@ def _add_own(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
             writer.add_final_logit_softcapping(config["final_logit_softcapping"])
         case "granitehybrid" | "falcon-h1" | "nemotron_h" | "nemotron_h_moe":
             _add_mamba(writer, config, arch)
-        case "glm4moe":
+        case "dots1" | "glm4moe":
             writer.add_expert_shared_count(config["n_shared_experts"])
             writer.add_leading_dense_block_count(config["first_k_dense_replace"])
             writer.add_expert_weights_scale(config["routed_scaling_factor"])
             writer.add_expert_weights_norm(config["norm_topk_prob"])
-            writer.add_rope_dimension_count(config["head_dim"] // 2)
+            part = config["rope_parameters"].get("partial_rotary_factor", 1.0)
+            writer.add_rope_dimension_count(int(part * config["head_dim"]))
+        case "minimax-m2":
+            part = config["rope_parameters"]["partial_rotary_factor"]
+            writer.add_rope_dimension_count(int(part * config["head_dim"]))
+        case "exaone4" | "olmo2" if config.get("sliding_window"):
+            kinds = [each == "sliding_attention" for each in config["layer_types"]]
+            writer.add_sliding_window_pattern(kinds)
         case "deepseek2":
             _add_latents(writer, config)
         case "granitemoe":
