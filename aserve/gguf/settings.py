@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from aserve.errors import ConfigError
 from aserve.gguf.families import FAMILIES, WITH_EXPERTS, GgufFamily, Settings
 from aserve.gguf.metadata import Metadata
+from aserve.gguf.splits import BY_NAME
 
 # Texts of tokens behind which a model stops, whatever token the metadata name: those that
 # llama.cpp's `llama_vocab` adds to the ends of generation.
@@ -77,7 +79,9 @@ def config_of(file: Metadata, *, dtype: str, is_quantized: bool) -> Settings:
 
 
 def tokenizer_config_of(file: Metadata) -> Settings:
-    """Returns tokenizer_config.json. The tokenizer itself is made of the GGUF file."""
+    """Returns tokenizer_config.json. The tokenizer itself is made of the GGUF file, and cuts texts
+    into words as `splits` say, if there are any.
+    """
     kind, tokens = file.get("tokenizer.ggml.model"), _tokens(file)
     begins = kind == "llama" or file.get("tokenizer.ggml.pre") in BEGINS
     said = file.get("tokenizer.ggml.add_bos_token")
@@ -86,6 +90,10 @@ def tokenizer_config_of(file: Metadata) -> Settings:
         number = file.get(f"tokenizer.ggml.{name}_token_id")
         if isinstance(number, int) and 0 <= number < len(tokens):
             settings[f"{name}_token"] = tokens[number]
+    if kind == "gpt2":
+        named = file.get("tokenizer.ggml.pre") or "default"
+        rule = BY_NAME.get(str(named))
+        settings["splits"] = {"name": named, **(msgspec.structs.asdict(rule) if rule else {})}
     template = file.get("tokenizer.chat_template")
     if isinstance(template, str):
         settings["chat_template"] = template

@@ -231,7 +231,7 @@ def _add_tokenizer(writer: GGUFWriter, directory: Path, config: dict[str, Any]) 
     numbers = range(config["vocab_size"])
     merges = tokenizer["model"]["merges"]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
+    writer.add_tokenizer_pre(config.get("tokenizer_pre", "qwen2"))
     writer.add_token_list([texts[number] for number in numbers])
     writer.add_token_types([3 if number in special else 1 for number in numbers])
     writer.add_token_merges([each if isinstance(each, str) else " ".join(each) for each in merges])

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tokenizers import Tokenizer
 
 from aserve.engine import Engine
 from aserve.errors import ConfigError
@@ -68,6 +69,43 @@ def test_the_tokenizer_is_made_of_the_file(tiny_file: Path) -> None:
     ids = tokenizer.encode(text, with_special=False)
     assert b"".join(map(own.token_bytes, ids)).decode() == text
     assert ids[0] == own.encode("<|user|>", with_special=False)[0]
+
+
+# The words that llama.cpp and the models' own tokenizers cut these texts into.
+WORDS = [
+    ("qwen2", "x 12;\n", ["x", "Ġ", "1", "2", ";Ċ"]),
+    ("seed-coder", "x 12;\n", ["x", "Ġ", "1", "2", ";", "Ċ"]),
+    ("llama-bpe", "It'S 12345", ["It", "'S", "Ġ", "123", "45"]),
+    ("glm4", "It'S 12345", ["It", "'S", "Ġ", "123", "45"]),
+    ("gpt-2", "It'S 12345", ["It", "'", "S", "Ġ12345"]),
+    ("smollm", "It's 123", ["It", "'s", "Ġ", "1", "2", "3"]),
+    ("tekken", "aBc 12", ["a", "Bc", "Ġ", "1", "2"]),
+    ("gpt-4o", "aBc's 1234", ["a", "Bc's", "Ġ", "123", "4"]),
+    ("deepseek-v3", "a=b 1234", ["a", "=b", "Ġ", "123", "4"]),
+    ("deepseek-llm", "a=b 1234\n", ["a", "=", "b", "Ġ", "1234", "Ċ"]),
+    ("default", "a$=b 1234", ["a", "$=", "b", "Ġ", "123", "4"]),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "words"), WORDS, ids=[name for name, _, _ in WORDS])
+def test_texts_are_cut_into_words_as_the_file_names_it(
+    name: str, text: str, words: list[str], tmp_path: Path
+) -> None:
+    others = {"tokenizer_pre": name}
+    directory = gguf_model_dir(write_gguf(MODEL_DIR, tmp_path / "m.gguf", "llama", others=others))
+    load_tokenizer(directory)
+    backend = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    assert [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)] == words
+    assert backend.model.ignore_merges == (name in ("llama-bpe", "glm4", "tekken"))
+
+
+def test_an_unknown_rule_of_words_is_refused(tmp_path: Path) -> None:
+    others = {"tokenizer_pre": "words-of-tomorrow"}
+    directory = gguf_model_dir(write_gguf(MODEL_DIR, tmp_path / "m.gguf", "llama", others=others))
+    with pytest.raises(
+        ConfigError, match=r"tokenizer\.ggml\.pre is 'words-of-tomorrow'.*--tokenizer"
+    ):
+        load_tokenizer(directory)
 
 
 def test_the_tokenizer_is_made_once(tiny_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
