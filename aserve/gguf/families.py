@@ -78,6 +78,12 @@ LATENTS: Mapping[str, str] = {
     "attn_k_b": "self_attn.k_b_proj",
     "attn_v_b": "self_attn.v_b_proj",
 }
+INDEXER: Mapping[str, str] = {
+    "indexer.attn_k": "self_attn.indexer.wk",
+    "indexer.attn_q_b": "self_attn.indexer.wq_b",
+    "indexer.k_norm": "self_attn.indexer.k_norm",
+    "indexer.proj": "self_attn.indexer.weights_proj",
+}
 MIXTRAL: Mapping[str, str] = {
     "ffn_gate_inp": "block_sparse_moe.gate",
     "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
@@ -235,6 +241,17 @@ def _deepseek2(file: Metadata) -> Settings:
     }
     v3 = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
     return own | (v3 if is_sigmoid else {})
+
+
+def _deepseek32(file: Metadata) -> Settings:
+    return {
+        **_deepseek2(file),
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "index_n_heads": file.integer("attention.indexer.head_count"),
+        "index_head_dim": file.integer("attention.indexer.key_length"),
+        "index_topk": file.integer("attention.indexer.top_k"),
+    }
 
 
 def _latent_rope(file: Metadata) -> Settings:
@@ -525,6 +542,11 @@ FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
         "deepseek2": GgufFamily(
             *("DeepseekV2ForCausalLM", "deepseek_v2", _deepseek2),
             {**LAYER, **LATENTS, **CORRECTED_EXPERTS},
+            rope=_latent_rope,
+        ),
+        "deepseek32": GgufFamily(
+            *("DeepseekV32ForCausalLM", "deepseek_v32", _deepseek32),
+            {**LAYER, **LATENTS, **INDEXER, **CORRECTED_EXPERTS},
             rope=_latent_rope,
         ),
         "dots1": GgufFamily("Dots1ForCausalLM", "dots1", _dots1, {**LAYER, **CORRECTED_EXPERTS}),

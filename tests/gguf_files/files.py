@@ -21,6 +21,7 @@ Tensors = Iterator[tuple[str, Values]]
 SUFFIXES = (".weight", ".bias")
 NEIGHBOURS = ("llama", "granite", "granitehybrid", "granitemoe", "mistral3", "smollm3")
 ADDS_ONE = ("gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")
+INDEXER = {"wk": "attn_k", "wq_b": "attn_q_b", "k_norm": "k_norm", "weights_proj": "proj"}
 LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # Tensors that have a name each in GGUF, by their ends, in order of their rows.
 HALVES = {
@@ -132,11 +133,11 @@ def _add_mamba(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
         writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
 
 
-def _add_latents(writer: GGUFWriter, config: dict[str, Any]) -> None:
+def _add_latents(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
     """Has the sizes of latents, or those of heads, as older files have them."""
     q_rank, kv_rank, nope_dim, rope_dim, value_dim = (config[name] for name in LATENT_SIZES)
     for key in ("attention.key_length", "attention.value_length", "attention.head_count_kv"):
-        writer.kv_data[0].pop(f"deepseek2.{key}")
+        writer.kv_data[0].pop(f"{arch}.{key}")
     if config.get("is_old"):
         writer.add_head_count_kv(config["num_attention_heads"])
         writer.add_key_length(nope_dim + rope_dim)
@@ -150,6 +151,13 @@ def _add_latents(writer: GGUFWriter, config: dict[str, Any]) -> None:
     if q_rank:
         writer.add_q_lora_rank(q_rank)
     writer.add_kv_lora_rank(kv_rank)
+    for key, size in (
+        ("head_count", "index_n_heads"),
+        ("key_length", "index_head_dim"),
+        ("top_k", "index_topk"),
+    ):
+        if size in config:
+            writer.add_uint32(f"{arch}.attention.indexer.{key}", config[size])
     writer.add_rope_dimension_count(rope_dim)
     writer.add_leading_dense_block_count(config["first_k_dense_replace"])
     writer.add_expert_shared_count(config["n_shared_experts"])
@@ -184,8 +192,8 @@ def _add_own(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
         case "exaone4" | "olmo2" if config.get("sliding_window"):
             kinds = [each == "sliding_attention" for each in config["layer_types"]]
             writer.add_sliding_window_pattern(kinds)
-        case "deepseek2":
-            _add_latents(writer, config)
+        case "deepseek2" | "deepseek32":
+            _add_latents(writer, config, arch)
         case "granitemoe":
             writer.add_expert_shared_feed_forward_length(config.get("shared_intermediate_size", 0))
         case "qwen35" | "qwen35moe" | "qwen3next":
@@ -244,7 +252,8 @@ def _add_tokenizer(writer: GGUFWriter, directory: Path, config: dict[str, Any]) 
 
 
 def _tensors(directory: Path, config: dict[str, Any], arch: str) -> Tensors:
-    number = {name: number for number, name in MODEL_ARCH_NAMES.items()}[arch]
+    own = "deepseek2" if arch == "deepseek32" else arch  # which the package does not have
+    number = {name: number for number, name in MODEL_ARCH_NAMES.items()}[own]
     names = get_tensor_name_map(number, 2 * _num_layers(config))
     stored = _parts(_joined(directory, in_turns=arch == "gpt-oss"), config)
     for name, values in _with_drafters(stored, config):
@@ -304,7 +313,11 @@ def _joined(directory: Path, *, in_turns: bool) -> Tensors:
 def _parts(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     """Yields the projections of latent attention and of Qwen3-Next as the file has them."""
     for name, values in tensors:
-        if name.endswith("in_proj_qkvz.weight"):
+        layer, is_index, rest = name.partition(".self_attn.indexer.")
+        if is_index:
+            module, _, suffix = rest.partition(".")
+            yield f"blk.{layer.rpartition('.')[2]}.indexer.{INDEXER[module]}.{suffix}", values
+        elif name.endswith("in_proj_qkvz.weight"):
             num_keys, dim = config["linear_num_key_heads"], config["linear_key_head_dim"]
             value_size = config["linear_num_value_heads"] * config["linear_value_head_dim"]
             sizes = np.cumsum([dim, dim, value_size // num_keys])

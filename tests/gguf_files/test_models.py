@@ -53,6 +53,7 @@ KINDS: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek2", {}, "deepseek2"),
     ("deepseek2-lite", ONE_GROUP, "deepseek2"),
     ("deepseek3", NO_RATIO, "deepseek2"),
+    ("deepseek32-yarn", NO_RATIO, "deepseek32"),
     ("dots1", {}, "dots1"),
     ("exaone4", {}, "exaone4"),
     ("exaone4-mixed", {}, "exaone4"),
@@ -221,7 +222,7 @@ def test_an_unknown_architecture_is_refused_with_those_that_are_read(tmp_path: P
     directory = saved("qwen2", tmp_path / "model")
     file = write_gguf(directory, tmp_path / "model.gguf", "internlm2")
     with pytest.raises(
-        ConfigError, match=r"'internlm2' are not read, only those of deepseek2, falcon-h1"
+        ConfigError, match=r"'internlm2' are not read, only those of deepseek2, deepseek32"
     ):
         gguf_model_dir(file)
 
