@@ -367,7 +367,8 @@ def _changed(name: str, values: Values, config: dict[str, Any], arch: str) -> Va
     if "linear_attn" in name and arch != "qwen3next":
         return _changed_delta(name, values, config)
     if name.endswith(("A_log", ".D")):
-        return (-np.exp(values) if name.endswith("A_log") else values)[:, np.newaxis]
+        own: Values = -np.exp(values) if name.endswith("A_log") else values
+        return own if "linear_attn" in name else own[:, np.newaxis]
     if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
         return values.reshape(config.get("mamba_n_groups") or config["n_groups"], -1)
     if arch in NEIGHBOURS and ("q_proj" in name or "k_proj" in name):

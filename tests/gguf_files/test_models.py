@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,23 @@ KINDS: list[tuple[str, dict[str, Any], str]] = [
     ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": None}, "smollm3"),
 ]
 
+# Sizes that are whole blocks of 32.
+WHOLE_BLOCKS = dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "v_head_dim"), 32)
+WHOLE_KEYS: dict[str, Any] = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+IN_BLOCKS: list[tuple[str, dict[str, Any], str]] = [
+    ("deepseek2", {**SAME_WIDTH, **WHOLE_BLOCKS, "intermediate_size": 96}, "deepseek2"),
+    (
+        "qwen3-next",
+        {
+            **SAME_WIDTH,
+            **WHOLE_KEYS,
+            "mlp_only_layers": [],
+            "shared_expert_intermediate_size": 32,
+        },
+        "qwen3next",
+    ),
+]
+
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,16 +149,30 @@ def test_matrices_in_mxfp4_are_what_their_blocks_stand_for(tmp_path: Path) -> No
     directory = saved("gpt-oss", tmp_path / "model", **sizes)
     own = write_gguf(directory, tmp_path / "own.gguf", "gpt-oss", kind="MXFP4")
     names = [name for name, each in read_metadata(own).tensors.items() if each.kind == MXFP4]
-    changed = dict.fromkeys(names, as_mxfp4)
+    changed = dict.fromkeys(names, partial(as_blocks, kind=MXFP4))
     wide = write_gguf(directory, tmp_path / "wide.gguf", "gpt-oss", changed=changed)
     assert sum("exps" in name for name in names) == 9
     assert_alike(gguf_model_dir(own), gguf_model_dir(wide))
 
 
-def as_mxfp4(values: Values) -> Values:
-    stored = gguf.quants.quantize(values, MXFP4)
-    widened: Values = gguf.dequantize(stored, MXFP4)
+def as_blocks(values: Values, *, kind: GGMLQuantizationType) -> Values:
+    stored = gguf.quants.quantize(values, kind)
+    widened: Values = gguf.dequantize(stored, kind)
     return widened.reshape(values.shape)
+
+
+@pytest.mark.parametrize(("kind", "sizes", "arch"), IN_BLOCKS, ids=[each for *_, each in IN_BLOCKS])
+def test_what_lies_otherwise_in_a_file_may_be_in_blocks(
+    kind: str, sizes: dict[str, Any], arch: str, tmp_path: Path
+) -> None:
+    directory = saved(kind, tmp_path / "model", **sizes)
+    own = write_gguf(directory, tmp_path / "own.gguf", arch, kind="Q4_0")
+    stored = GGMLQuantizationType.Q4_0
+    names = [name for name, each in read_metadata(own).tensors.items() if each.kind == stored]
+    changed = dict.fromkeys(names, partial(as_blocks, kind=stored))
+    wide = write_gguf(directory, tmp_path / "wide.gguf", arch, changed=changed)
+    assert {"blk.1.attn_k_b.weight", "blk.0.ssm_ba.weight"} & {*names}
+    assert_alike(gguf_model_dir(own), gguf_model_dir(wide))
 
 
 @pytest.mark.parametrize("kind", ["deepseek2", "deepseek3"])
