@@ -227,8 +227,8 @@ def _set_splits(backend: Tokenizer, model_dir: Path) -> None:
         return
     if "patterns" not in rule:
         raise ConfigError(
-            f"{model_dir / GGUF}: tokenizer.ggml.pre is {rule['name']!r}, and how it cuts texts into "
-            "words is not known here; --tokenizer takes the tokenizer of the original model"
+            f"{model_dir / GGUF}: tokenizer.ggml.pre is {rule['name']!r}, and how it cuts texts "
+            "into words is not known here; --tokenizer takes the tokenizer of the original model"
         )
     patterns = [Split(Regex(pattern), "isolated") for pattern in rule["patterns"]]
     in_bytes = ByteLevel(add_prefix_space=False, use_regex=False)
