@@ -188,7 +188,9 @@ WIDE_HEADS = {"mamba_n_heads": 3, "mamba_d_head": 32, "mamba_n_groups": 1}
 
 FALCON_H1: dict[str, Any] = {
     **MAMBA,
-    "mamba_d_ssm": 96,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_d_ssm": 128,
     "attention_in_multiplier": 0.9,
     "attention_out_multiplier": 1.2,
     "embedding_multiplier": 3.0,
@@ -201,7 +203,7 @@ FALCON_H1: dict[str, Any] = {
 }
 NEMOTRON_H: dict[str, Any] = {
     "mamba_num_heads": 6,
-    "mamba_head_dim": 16,
+    "mamba_head_dim": 32,
     "ssm_state_size": 8,
     "n_groups": 2,
     "n_routed_experts": 4,
@@ -320,7 +322,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **NEMOTRON_H,
             "hybrid_override_pattern": "M*-*",
-            "mamba_head_dim": 32,
             "mlp_bias": True,
             "use_bias": True,
         },

@@ -24,6 +24,7 @@ from aserve.gpu.device.cpu.kernel_linear import (
     prepare_quantized,
 )
 from aserve.gpu.device.cpu.linear import LinearPerExpert, PerToken
+from aserve.gpu.layers.clamped import ClampedActivation
 from aserve.gpu.layers.mlp import GatedMlp
 from aserve.gpu.layers.plain_mlp import PlainMlp
 from aserve.gpu.lora.tables import LoraLinear
@@ -88,13 +89,31 @@ def test_experts_of_bfloat16_are_widened_in_one_call(reference_of: ReferenceOf) 
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("kind", ["glm4-moe", "gpt-oss"])
 def test_experts_of_few_bits_are_multiplied_in_one_call(
-    bits: int, dtype: torch.dtype, reference_of: ReferenceOf
+    kind: str, bits: int, dtype: torch.dtype, reference_of: ReferenceOf
 ) -> None:
     """An input that differs in the last bit of bfloat16 may become another integer of 8 bits."""
-    directory = reference_of("glm4-moe").directory
+    directory = reference_of(kind).directory
     here, plain = (site(directory, dtype, prepare_quantized(bits)) for _ in range(2))
     assert_equal_forwards(here, plain, 1e-1 if dtype == torch.bfloat16 else 1e-3)
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+def test_gates_and_ups_are_clamped_in_one_call(reference_of: ReferenceOf) -> None:
+    """The limit of the reference model is far from its values."""
+    directory, dtype = reference_of("gpt-oss").directory, torch.float32
+    here, plain, far = (site(directory, dtype) for _ in range(3))
+    for own in (here, plain):
+        assert isinstance(own.model, Decoder)
+        for block in own.model.blocks:
+            assert isinstance(block.mlp, ExpertMlp)
+            assert isinstance(block.mlp.experts, GatedExperts)
+            block.mlp.experts.gated = ClampedActivation(1.5, 0.1)
+    batch = ForwardBatch.init_new(device_batch([1, 7], [30, 0]), here.pools)
+    assert distance(plain.plain(batch), far.plain(batch)) > 0.01
+    assert_equal_forwards(here, plain, TOLERANCES[dtype])
 
 
 def assert_equal_forwards(here: Site, plain: Site, tolerance: float) -> None:
@@ -124,10 +143,11 @@ def distance_of_most(got: Tensor, expected: Tensor) -> float:
 @pytest.mark.slow
 @torch.inference_mode()
 @pytest.mark.parametrize("form", ["tiles", "tiles of all experts", "codes"])
+@pytest.mark.parametrize("kind", ["glm4-moe", "gpt-oss"])
 def test_new_weights_reach_experts_in_one_call(
-    form: str, reference_of: ReferenceOf, tmp_path: Path
+    kind: str, form: str, reference_of: ReferenceOf, tmp_path: Path
 ) -> None:
-    directory = reference_of("glm4-moe").directory
+    directory = reference_of(kind).directory
     given: dict[str, dict[str, Any]] = {
         "tiles": {},
         "tiles of all experts": {"prepare_grouped": prepare_experts},
@@ -183,9 +203,14 @@ def with_joined_products(layer: ExpertMlp, block: Block) -> None:
     layer.experts.gate_up = Mock()
 
 
-def with_clamps(layer: ExpertMlp, block: Block) -> None:
+def with_another_activation(layer: ExpertMlp, block: Block) -> None:
     assert isinstance(layer.experts, GatedExperts)
     layer.experts.gated = Mock()
+
+
+def with_clamps_in_experts_alone(layer: ExpertMlp, block: Block) -> None:
+    assert isinstance(layer.experts, GatedExperts)
+    layer.experts.gated = ClampedActivation(1.7, 7.0)
 
 
 def with_a_plain_mlp(layer: ExpertMlp, block: Block) -> None:
@@ -202,7 +227,8 @@ def with_identities(layer: ExpertMlp, block: Block) -> None:
     "change",
     [
         *(with_adapters, with_ranks, with_sums, with_plain_products, with_joined_products),
-        *(with_clamps, with_a_plain_mlp, with_identities),
+        *(with_another_activation, with_clamps_in_experts_alone, with_a_plain_mlp),
+        with_identities,
     ],
 )
 def test_what_the_kernel_cannot_do_is_left_to_the_model(
@@ -217,17 +243,20 @@ def test_what_the_kernel_cannot_do_is_left_to_the_model(
     assert make_compiled_forward(here.model, here.state) is None
 
 
-ONE_CALL = dict.fromkeys(
-    (*EXPERT_KINDS, "qwen3.5-moe", "lfm2-moe", "granite-hybrid", "granite-moe"), True
+ONE_CALL = (
+    *(*EXPERT_KINDS, "qwen3.5-moe", "lfm2-moe", "granite-hybrid", "granite-moe"),
+    *("nemotron-h", "nemotron-h-dense", "falcon-h1"),
 )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "is_one_call"), [*ONE_CALL.items(), ("gpt-oss", False)])
+@pytest.mark.parametrize(
+    ("kind", "is_one_call"), [*dict.fromkeys(ONE_CALL, True).items(), ("deepseek3", False)]
+)
 def test_steps_of_a_server_are_one_call(
     kind: str, is_one_call: bool, reference_of: ReferenceOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gpt-oss clamps, and Granite 4 has Mamba-2: their layers run operator by operator."""
+    """Layers with latent attention run operator by operator."""
     step = Mock(side_effect=decoder_step)
     monkeypatch.setattr(fused_decoder, "decoder_step", step)
     directory = reference_of(kind).directory

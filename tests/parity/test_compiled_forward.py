@@ -48,12 +48,14 @@ KINDS = (
     "granite-hybrid-attention",  # without positions
     *("smollm3", "exaone4-sliding"),  # without positions in some layers
 )
-EXPERT_KINDS = ("mixtral", "qwen2-moe", "qwen3-moe", "glm4-moe", "glm4-moe-groups")
+EXPERT_KINDS = ("mixtral", "qwen2-moe", "qwen3-moe", "glm4-moe", "glm4-moe-groups", "gpt-oss")
 # Attention is the last layer of one.
 RECURRENT_KINDS = (
     *("qwen3.5", "qwen3.5-interval", "qwen3.5-moe", "qwen3-next-dense"),
     *("lfm2", "lfm2-indexed", "lfm2-moe"),
     *("granite-hybrid", "granite-hybrid-dense", "granite-hybrid-rope"),
+    *("nemotron-h", "nemotron-h-dense"),
+    *("falcon-h1", "falcon-h1-norm", "falcon-h1-late-norm"),
 )
 # The rules of every fast form, relative in norm.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}

@@ -21,6 +21,7 @@ from aserve.gpu.device.cpu.fused_decoder import make_compiled_forward
 from aserve.gpu.device.cpu.kernel_linear import prepare_quantized, prepare_tiled
 from aserve.gpu.layers.linear import LinearOp, Prepare
 from aserve.gpu.layers.mlp import GatedMlp
+from aserve.gpu.layers.plain_mlp import PlainMlp
 from aserve.gpu.lora.tables import LoraLinear
 from aserve.gpu.models.base import HiddenCapture
 from aserve.gpu.models.decoder import Decoder
@@ -47,7 +48,8 @@ from tests.parity.test_forms import rounded
 # the single calls are up to 0.055 away from float32.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
 # What bfloat16 rounds sends tokens of these to other experts, more or fewer by processor.
-UNSTABLE = [(kind, torch.bfloat16) for kind in ("qwen3.5-moe", "lfm2-moe", "granite-hybrid")]
+MIXTURES = ("qwen3.5-moe", "lfm2-moe", "granite-hybrid", "nemotron-h")
+UNSTABLE = [(kind, torch.bfloat16) for kind in MIXTURES]
 # The tokens of rows 1, 2, ..., and how many each has before: prompts, and rows that begin beside
 # chunks and decodes.
 FORWARDS = (([7, 2], [0, 0]), ([5, 1, 19], [7, 2, 0]), ([1, 1, 1, 1], [12, 3, 19, 0]))
@@ -111,7 +113,13 @@ def test_one_call_gives_the_hidden_states_and_states_of_many(
 
 @pytest.mark.slow
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", ["qwen3-next-dense", "lfm2", "granite-hybrid-dense"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("qwen3-next-dense", "lfm2", "granite-hybrid-dense"),
+        *("nemotron-h-dense", "falcon-h1"),
+    ],
+)
 def test_a_forward_in_one_call_begins_before_tokens_that_were_rejected(
     kind: str, reference_of: ReferenceOf
 ) -> None:
@@ -174,14 +182,17 @@ def test_adapters_are_left_to_the_model(
 
 
 @pytest.mark.slow
-def test_mamba_layers_of_several_ranks_are_left_to_the_model(reference_of: ReferenceOf) -> None:
+@pytest.mark.parametrize("kind", ["granite-hybrid-dense", "nemotron-h-dense"])
+def test_mamba_layers_of_several_ranks_are_left_to_the_model(
+    kind: str, reference_of: ReferenceOf
+) -> None:
     """Each rank has them whole, so that a sum over the ranks would count them twice."""
-    here = recurrent_site(reference_of("granite-hybrid-dense").directory, torch.float32)
+    here = recurrent_site(reference_of(kind).directory, torch.float32)
     assert make_compiled_forward(here.model, here.state) is not None
     assert isinstance(here.model, Decoder)
-    for block in here.model.blocks:
-        assert isinstance(block.mlp, GatedMlp)
-        block.mlp.down = SummedLinear(block.mlp.down, None, Mock(spec=SharedCollectives))
+    mlps = [block.mlp for block in here.model.blocks]
+    for mlp in [mlp for mlp in mlps if isinstance(mlp, GatedMlp | PlainMlp)]:
+        mlp.down = SummedLinear(mlp.down, None, Mock(spec=SharedCollectives))
     assert make_compiled_forward(here.model, here.state) is None
 
 

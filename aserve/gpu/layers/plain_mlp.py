@@ -25,13 +25,13 @@ PLAIN_ACTIVATIONS: Mapping[str, Activation] = {RELU2: relu2}
 
 
 class PlainMlp:
-    __slots__ = ("_activation", "down", "up")
+    __slots__ = ("activation", "down", "up")
 
     def __init__(self, up: LinearOp, down: LinearOp, activation: str) -> None:
         self.up = up
         self.down = down
-        self._activation = PLAIN_ACTIVATIONS[activation]
+        self.activation = activation  # the key
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""
-        return self.down(self._activation(self.up(x)))
+        return self.down(PLAIN_ACTIVATIONS[self.activation](self.up(x)))

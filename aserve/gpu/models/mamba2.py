@@ -160,10 +160,9 @@ class Mamba2:
         )
 
     @property
-    def has_plain_gate(self) -> bool:
-        """Whether the projection has no factors, and y * silu(z) is normalised."""
-        norm = self._kind.norm
-        return self.factors is None and norm is not None and not norm.is_before_gate
+    def is_norm_first(self) -> bool:
+        """Whether y is normalised before the gate."""
+        return self._kind.norm is not None and self._kind.norm.is_before_gate
 
     @property
     def num_norm_groups(self) -> int:

@@ -3,12 +3,14 @@
 WHY one call: with a small model and few tokens, most of a step on the CPU is the overhead of the
 calls between the matrix products. Per layer, with pre-norm residuals:
 
-    h = h + residual_scale * out(attention(rope(norm(qkv(norm(h))))))
-    h = (h + residual_scale * down(activation(gate(norm(h))) * up(norm(h)))) * out_scale
+    h = h + mixer_scale * out(attention(rope(norm(qkv(norm(h))))))
+    h = (h + mlp_scale * down(activation(gate(norm(h))) * up(norm(h)))) * out_scale
 
 The output of attention may be gated, and a layer may be recurrent: then a function of its own
 computes what is between its first product and `out` (delta_layer.py). So does one that stands for
-the MLP of a layer with experts (expert_mlp.py).
+the MLP of a layer with experts (expert_mlp.py). A layer may have only one of the two sublayers. Two
+mixers that read the same norm of h are two layers, of which the first leaves that norm as it is,
+but for a factor.
 
 The threads of a team share each product by outputs, attention by rows and KV heads, and the rest by
 tokens. Norms behind attention and MLP are supported too. Hidden states and sums are float32; the
@@ -35,7 +37,8 @@ from numba import njit
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, narrow, rounded, widen
 from aserve_kernels.cpu.callback import call_at
-from aserve_kernels.cpu.gated_mul import activate, sigmoid
+from aserve_kernels.cpu.exp2 import LOG2_E
+from aserve_kernels.cpu.gated_mul import ONE, Gate, apply_gate, sigmoid
 from aserve_kernels.cpu.host_rows import Int64s
 from aserve_kernels.cpu.lora import add_to_wide
 from aserve_kernels.cpu.memory import FLOAT32_LIKE, array_at, scratch
@@ -50,7 +53,10 @@ Records: TypeAlias = npt.NDArray[np.void]
 
 MAX_LOGITS_ROWS = 64  # rows whose logits are in memory at a time
 NO_IDS = NO_LAYERS = np.empty(0, np.int64)
-ONE = np.float32(1)
+NO_LIMIT = np.float32(np.inf)
+SAME_INPUT = (
+    -1
+)  # in place of the address of a norm: the next layer reads the same input as this one
 
 # The record of a model: sizes, then addresses, of which 0 is none. The embeddings [num_embeddings,
 # hidden] in the model's dtype; the float32 weight [hidden] of the norm before the first layer; the
@@ -73,7 +79,7 @@ MODEL: Any = np.dtype(
         *[(name, np.int64) for name in ("hidden", "inner", "vocab", "num_embeddings", "max_len")],
         *[(name, np.int64) for name in ("heads", "kv_heads", "head_dim", "rotary_dim", "gates")],
         *[(name, np.int64) for name in ("mixed", "attended")],
-        *[(name, np.int64) for name in ("page_size", "table_rows", "table_columns", "activation")],
+        *[(name, np.int64) for name in ("page_size", "table_rows", "table_columns")],
         *[(name, np.int64) for name in ("embeddings", "first_norm")],
         ("head", PRODUCT),
         *[(name, np.int64) for name in ("token_pool", "num_slots", "token_pages")],
@@ -87,7 +93,7 @@ MODEL: Any = np.dtype(
         *[(name, np.int64) for name in ("embedding_norm", "hidden_norm", "head_norm")],
         *[(name, PRODUCT) for name in ("projection", "next_hidden")],
         ("token_ids", np.int64),
-        *[(name, np.float32) for name in ("eps", "residual_scale", "embedding_factor")],
+        *[(name, np.float32) for name in ("eps", "embedding_factor")],
         *[(name, np.float32) for name in ("logit_divisor", "logit_softcap")],
     ],
     align=True,
@@ -95,19 +101,24 @@ MODEL: Any = np.dtype(
 
 # The record of a layer: its linear layers, and addresses: float32 norm weights (0 for none); the
 # cos/sin table [max_len, rotary_dim]; the layer's KV and page table; what elements of KV stand for,
-# as `element * scale`. A recurrent layer has none of these but norms, and `qkv` is its first
-# product. `advance` is the address of its function, and `recurrent` that of its record. One with
-# experts has neither `gate_up` nor `down`: `mlp` is the address of its function, and `experts` that
-# of its record.
+# as `element * scale`; the float32 sinks [heads] of its softmax (0 for none). A recurrent layer has
+# none of these but norms, and `qkv` is its first product. `advance` is the address of its function,
+# and `recurrent` that of its record. One with experts has neither `gate_up` nor `down`: `mlp` is
+# the address of its function, and `experts` that of its record. A layer without a mixer has no
+# `out`, and `before_mlp` of one without an MLP is the norm before the next layer, or SAME_INPUT. A
+# mixer's input is multiplied by `input_factor` first. `activation` and `gate_factor` are those of a
+# Gate.
 LAYER: Any = np.dtype(
     [
         *[(name, PRODUCT) for name in ("qkv", "out", "gate_up", "down")],
         *[(name, np.int64) for name in ("head_norms", "after_attention", "before_mlp")],
         *[(name, np.int64) for name in ("after_mlp", "before_next", "cos_sin")],
         *[(name, np.int64) for name in ("keys", "values", "num_slots", "page_table", "window")],
-        *[(name, np.int64) for name in ("advance", "recurrent", "mlp", "experts")],
-        *[(name, np.float32) for name in ("factor", "cap", "head_eps", "out_scale")],
-        *[(name, np.float32) for name in ("key_scale", "value_scale")],
+        *[(name, np.int64) for name in ("sinks", "advance", "recurrent", "mlp", "experts")],
+        ("activation", np.int64),
+        *[(name, np.float32) for name in ("factor", "cap", "head_eps", "input_factor")],
+        *[(name, np.float32) for name in ("key_scale", "value_scale", "gate_factor")],
+        *[(name, np.float32) for name in ("mixer_scale", "mlp_scale", "out_scale")],
     ],
     align=True,
 )
@@ -200,7 +211,7 @@ class Buffers(NamedTuple):
     attended: Floats  # [tokens * attended], the input of `out`
     gated: Floats  # [tokens, inner]
     mixed: Float32s  # [tokens * mixed], the heads of q, k, v and gates [tokens, heads, head_dim]
-    gate_up: Float32s  # [tokens, 2 * inner]
+    gate_up: Float32s  # [tokens * 2 * inner]
     added: Float32s  # [tokens, hidden]
     kv: Floats  # [0] in the dtype of KV
 
@@ -220,7 +231,7 @@ def buffers_in(
         narrow_[:attended_size],
         narrow_[attended_size:][: num_tokens * model.inner].reshape((num_tokens, model.inner)),
         rest[:mixed_size],
-        rest[mixed_size:][:gate_size].reshape((num_tokens, 2 * model.inner)),
+        rest[mixed_size:][:gate_size],
         wide[size : 2 * size].reshape((num_tokens, model.hidden)),
         kv,
     )
@@ -245,7 +256,7 @@ def run_layers(
     first, last = share_of(num_tokens, team)
     # `x` is the input of the next matrix product, and finally the result.
     x, own = out, out[first:last]
-    hidden, attended, gated, mixed, gate_up, added, kv = buffers
+    hidden, attended, gated, mixed, gates_and_ups, added, kv = buffers
     own_hidden, own_added = hidden[first:last], added[first:last]
     own_slots = slots[first:last]
     num_heads = model.heads + 2 * model.kv_heads * model.stores_kv + model.gates
@@ -262,15 +273,21 @@ def run_layers(
     meet(team)
     for index in range(layers.shape[0]):
         layer = layers[index]
+        has_mixer = layer.out.product != 0
         if index == layers.shape[0] - 1:
             query_starts, num_queries = starts + query_lens - num_read, num_read
-        multiply_by(layer.qkv, source, mixed, worker, num_workers)
-        num_in = layer.out.num_in
-        flat = attended[: num_tokens * num_in].reshape((num_tokens, num_in))
+        flat = x
+        if layer.input_factor != ONE:
+            _multiply_rows(own, layer.input_factor)
+            meet(team)
+        if has_mixer:
+            multiply_by(layer.qkv, source, mixed, worker, num_workers)
+            num_in = layer.out.num_in
+            flat = attended[: num_tokens * num_in].reshape((num_tokens, num_in))
         if layer.advance != 0:
             arrays = (source.ctypes.data, mixed.ctypes.data, attended.ctypes.data)
             call_at(layer.advance, (layer.recurrent, call, *arrays, worker, num_workers))
-        else:
+        elif has_mixer:
             meet(team)
             flat_heads = mixed[: num_tokens * num_out].reshape((num_tokens, num_out))
             _add_lora(source[first:last], own_slots, loras, 4 * index, flat_heads[first:last])
@@ -294,36 +311,42 @@ def run_layers(
             num_tokens = num_kept
             first, last = share_of(num_tokens, team)
             flat, gated, added = flat[:num_kept], gated[:num_kept], added[:num_kept]
-            x, gate_up = x[:num_kept], gate_up[:num_kept]
+            x = x[:num_kept]
             own, own_hidden, own_added = x[first:last], hidden[first:last], added[first:last]
             own_slots = slots[first:last]
             meet(team)
-        multiply_by(layer.out, flat, added, worker, num_workers)
-        meet(team)
-        _add_lora(flat[first:last], own_slots, loras, 4 * index + 1, own_added)
-        sum_over_ranks(model.ranks, added.reshape(-1), team)
-        _add_norm(
-            model, own_added, layer.after_attention, layer.before_mlp, ONE, own_hidden, own
-        )  # fmt: skip
-        meet(team)
+        if has_mixer:
+            multiply_by(layer.out, flat, added, worker, num_workers)
+            meet(team)
+            _add_lora(flat[first:last], own_slots, loras, 4 * index + 1, own_added)
+            sum_over_ranks(model.ranks, added.reshape(-1), team)
+            _add_norm(
+                model, own_added, layer.after_attention, layer.before_mlp, layer.mixer_scale, ONE,
+                own_hidden, own,
+            )  # fmt: skip
+            meet(team)
         if layer.mlp != 0:
             addresses = (layer.experts, call, x.ctypes.data, added.ctypes.data)
             call_at(layer.mlp, (*addresses, num_tokens, worker, num_workers))
-        else:
+        elif layer.down.product != 0:
+            num_inner = layer.gate_up.num_out
+            gate_up = gates_and_ups[: num_tokens * num_inner].reshape((num_tokens, num_inner))
             multiply_by(layer.gate_up, x, gate_up, worker, num_workers)
             meet(team)
             if loras.shape[0] != 0:
                 _add_lora(x[first:last], own_slots, loras, 4 * index + 2, gate_up[first:last])
                 meet(team)
-            gate_share(gate_up, model.activation, gated, team)
+            gate_share(gate_up, Gate(layer.activation, layer.gate_factor, NO_LIMIT), gated, team)
             meet(team)
             multiply_by(layer.down, gated, added, worker, num_workers)
-        meet(team)
-        _add_lora(gated[first:last], own_slots, loras, 4 * index + 3, own_added)
-        sum_over_ranks(model.ranks, added.reshape(-1), team)
-        _add_norm(
-            model, own_added, layer.after_mlp, layer.before_next, layer.out_scale, own_hidden, own
-        )  # fmt: skip
+        if layer.mlp != 0 or layer.down.product != 0:
+            meet(team)
+            _add_lora(gated[first:last], own_slots, loras, 4 * index + 3, own_added)
+            sum_over_ranks(model.ranks, added.reshape(-1), team)
+            _add_norm(
+                model, own_added, layer.after_mlp, layer.before_next, layer.mlp_scale,
+                layer.out_scale, own_hidden, own,
+            )  # fmt: skip
         for number in range(captured.shape[0]):
             if captured[number] == index:
                 narrow(own_hidden.reshape(-1), streams[number][first:last].reshape(-1))
@@ -340,6 +363,16 @@ def _move_to_front(starts: Int64s, num_queries: Int64s, attended: Floats, hidden
             attended[kept] = attended[token]
             hidden[kept] = hidden[token]
             kept += 1
+
+
+@njit(nogil=True)
+def _multiply_rows(x: Floats, factor: np.float32) -> None:
+    wide = scratch((x.shape[1],), FLOAT32_LIKE)
+    for token in range(x.shape[0]):
+        widen(x[token], wide)
+        for i in range(x.shape[1]):
+            wide[i] *= factor
+        narrow(wide, x[token])
 
 
 @njit(nogil=True)
@@ -430,8 +463,18 @@ def _attend(
     attend_share(
         heads[:, : model.heads], keys, values, attended, table, rows, lens, starts, query_lens,
         model.page_size, layer.window, layer.factor, layer.cap,
-        np.full(model.heads, np.float32(-np.inf)), layer.value_scale, team.worker, team.num_workers,
+        _sinks_of(layer, heads, model.heads), layer.value_scale, team.worker, team.num_workers,
     )  # fmt: skip
+
+
+@njit(nogil=True)
+def _sinks_of(layer: Any, like: Float32s, num_heads: int) -> Float32s:
+    """Returns the sinks in units of log2(e), [heads]; -inf for none."""
+    sinks = np.full(num_heads, np.float32(-np.inf))
+    stored = array_at(layer.sinks, (num_heads if layer.sinks != 0 else 0,), like)
+    for head in range(stored.shape[0]):
+        sinks[head] = stored[head] * np.float32(LOG2_E)
+    return sinks
 
 
 @njit(nogil=True)
@@ -560,18 +603,19 @@ def _rope_head(x: Float32s, rope: Float32s) -> None:
 
 @njit(nogil=True)
 def _add_norm(
-    model: Any, added: Float32s, norm_of_added: int, norm: int, factor: np.float32,
-    hidden: Float32s, x: Floats,
+    model: Any, added: Float32s, norm_of_added: int, norm: int, scale: np.float32,
+    factor: np.float32, hidden: Float32s, x: Floats,
 ) -> None:  # fmt: skip
-    """hidden = (hidden + residual_scale * added) * factor, where `added` may be normalised first; x
-    becomes the sum's norm."""
+    """hidden = (hidden + scale * added) * factor, where `added` may be normalised first; x becomes
+    the sum's norm, or stays as it is for SAME_INPUT."""
     for token in range(hidden.shape[0]):
         total, more = hidden[token], added[token]
         if norm_of_added != 0:
             norm_row(more, array_at(norm_of_added, more.shape, more), model.eps, more)
         for i in range(total.shape[0]):
-            total[i] = (total[i] + model.residual_scale * more[i]) * factor
-        _norm_into(total, norm, model.eps, more, x[token])
+            total[i] = (total[i] + scale * more[i]) * factor
+        if norm != SAME_INPUT:
+            _norm_into(total, norm, model.eps, more, x[token])
 
 
 @njit(nogil=True, fastmath=FASTMATH, **NO_REFCOUNT)
@@ -594,13 +638,15 @@ def _norm_into(x: Float32s, norm: int, eps: np.float32, normed: Float32s, out: F
 
 
 @njit(nogil=True, **NO_REFCOUNT)
-def gate_share(gate_up: Float32s, activation: int, gated: Floats, team: Team) -> None:
-    """gated = activation(gate) * up, for a worker's share of the inner features."""
+def gate_share(gate_up: Float32s, gate: Gate, gated: Floats, team: Team) -> None:
+    """gated = activation(gate) * up, for a worker's share of the inner features. Without gates,
+    gate_up [tokens, inner] is up alone."""
     first, last = share_of(gated.shape[1], team)
+    skipped = gate_up.shape[1] - gated.shape[1]
     for token in range(gate_up.shape[0]):
         both = gate_up[token]
-        row, up = both[first:last], both[gated.shape[1] + first : gated.shape[1] + last]
-        activate(row, up, activation, row)
+        row, up = both[first:last], both[skipped + first : skipped + last]
+        apply_gate(row, up, gate)
         narrow(row, gated[token][first:last])
 
 

@@ -2,6 +2,8 @@
 
     y = sum over the chosen experts e of w_e * mlp_e(x)  [+ sigmoid(x w_g) * shared(x)]
 
+Of MLPs without gates, which some activations stand for (gated_mul.py), `gate_up` is up alone.
+
 Scores, choice and weights are those of aserve/gpu/moe/routing.py, in float32. Of experts that score
 alike, those with lower numbers are chosen; torch promises no order. Logits are not rounded to the
 model's dtype, so that few score alike.
@@ -26,7 +28,7 @@ from numba import njit
 from aserve_kernels.cpu.bf16 import Float32s, Floats, empty_array
 from aserve_kernels.cpu.callback import Callback, compile_callback
 from aserve_kernels.cpu.decoder_layers import Records, gate_share
-from aserve_kernels.cpu.gated_mul import sigmoid
+from aserve_kernels.cpu.gated_mul import Gate, num_inner_parts, sigmoid
 from aserve_kernels.cpu.layers_function import CALL_LIKE, mixer_buffers_of
 from aserve_kernels.cpu.memory import FLOAT32_LIKE, INT32_LIKE, INT64_LIKE, array_at, scratch
 from aserve_kernels.cpu.precompile import FASTMATH
@@ -51,7 +53,7 @@ MIXTURE: Any = np.dtype(
         *[(name, np.int64) for name in ("hidden", "count", "size", "shared_size", "activation")],
         *[(name, np.int64) for name in ("top_k", "scores", "is_normalised")],
         *[(name, np.int64) for name in ("groups", "kept_groups", "summed_scores")],
-        ("factor", np.float32),
+        *[(name, np.float32) for name in ("factor", "gate_factor", "limit")],
     ],
     align=True,
 )
@@ -69,9 +71,9 @@ class Parts(NamedTuple):
     experts: Int32s  # [tokens, k]
     weights: Float32s  # [tokens, k]
     gate: Float32s  # [tokens, 1] of the shared MLP
-    gate_up: Float32s  # [rows, 2 * size]
+    gate_up: Float32s  # [rows, 2 * size], or [rows, size] without gates
     down: Float32s  # [rows, hidden]
-    shared_gate_up: Float32s  # [tokens, 2 * shared size]
+    shared_gate_up: Float32s  # [tokens, 2 * shared size], or [tokens, shared size]
     shared_down: Float32s  # [tokens, hidden]
     rows: Floats  # [rows, hidden]
     gated: Floats  # [rows, size]
@@ -88,8 +90,8 @@ class Places(NamedTuple):
 def mixture_sizes(
     num_experts: int, top_k: int, hidden: int, size: int, shared_size: int
 ) -> tuple[int, int]:
-    """Returns how many float32 and how many elements of the model's dtype a layer needs for each
-    token."""
+    """Returns how many float32 and how many elements of the model's dtype suffice for each token of
+    a layer."""
     has_shared = int(shared_size > 0)
     wide = num_experts + 2 * top_k + top_k * (2 * size + hidden)
     return (
@@ -126,8 +128,9 @@ def expert_mlp_function(dtype: torch.dtype) -> Callback:
         meet(team)
         _multiply_gates_and_ups(layer, inputs, places, parts, team)
         meet(team)
-        gate_share(parts.gate_up, layer.activation, parts.gated, team)
-        gate_share(parts.shared_gate_up, layer.activation, parts.shared_gated, team)
+        gate = Gate(layer.activation, layer.gate_factor, layer.limit)
+        gate_share(parts.gate_up, gate, parts.gated, team)
+        gate_share(parts.shared_gate_up, gate, parts.shared_gated, team)
         meet(team)
         _multiply_downs(layer, places, parts, team)
         _add_up(layer, places, parts, out, team)
@@ -140,14 +143,15 @@ def _parts_at(layer: Any, buffers: tuple[int, int], num_tokens: int, like: Float
     """Divides memory of `mixture_sizes`, at these addresses."""
     wide, narrow = buffers
     num_rows, has_shared = num_tokens * layer.top_k, int(layer.shared_size > 0)
+    num_parts = num_inner_parts(layer.activation)
     shapes = (
         (num_tokens, layer.count),
         (num_tokens, layer.top_k),
         (num_tokens, layer.top_k),
         (num_tokens, has_shared),
-        (num_rows, 2 * layer.size),
+        (num_rows, num_parts * layer.size),
         (num_rows, layer.hidden),
-        (num_tokens, 2 * layer.shared_size),
+        (num_tokens, num_parts * layer.shared_size),
         (num_tokens, layer.hidden * has_shared),
     )
     starts, end = scratch((8,), INT64_LIKE), wide

@@ -1,10 +1,15 @@
-"""The activation of a gated MLP on the CPU: out = activation(gate) * up, in one pass that threads
-share. `aserve_kernels.gated_mul` has the formulas and their source."""
+"""The activations of MLPs on the CPU: out = activation(gate) * up, in one pass that threads share.
+`aserve_kernels.gated_mul` has the formulas and their source.
+
+Compiled steps know two more (`apply_gate`): the clamped one of gpt-oss, and relu2 of MLPs that have
+no gates.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,10 +21,19 @@ from aserve_kernels.cpu.exp2 import LOG2_E, power_of_two
 from aserve_kernels.cpu.memory import FLOAT32_LIKE, scratch
 from aserve_kernels.cpu.precompile import FASTMATH, NO_REFCOUNT, cached_njit, compile_ahead
 
-SILU, GELU, GELU_TANH = range(3)
+SILU, GELU, GELU_TANH, CLAMPED, RELU2 = range(5)
 KINDS: Mapping[str, int] = {"silu": SILU, "gelu": GELU, "gelu_pytorch_tanh": GELU_TANH}
 GELU_SCALE = np.float32(math.sqrt(2 / math.pi))
 GELU_CUBE = np.float32(0.044715)
+ONE = np.float32(1)
+
+
+class Gate(NamedTuple):
+    """The activation of an MLP in a compiled step."""
+
+    kind: int
+    factor: np.float32  # of the gates, and of a CLAMPED one in the sigmoid alone
+    limit: np.float32  # of a CLAMPED one
 
 
 def gated_mul(gate_up: Tensor, activation: str, *, num_workers: int) -> Tensor:
@@ -70,6 +84,35 @@ def activate(row: Float32s, up: Float32s, activation: int, like: Floats) -> None
             x = row[i]
             part = np.float32(math.erf(x * np.float32(math.sqrt(0.5))))
             row[i] = rounded(np.float32(0.5) * x * (np.float32(1) + part), like) * up[i]
+
+
+@njit(nogil=True, fastmath=FASTMATH, error_model="numpy", **NO_REFCOUNT)
+def apply_gate(row: Float32s, up: Float32s, gate: Gate) -> None:
+    """row = activation(factor * row) * up. Of an MLP without gates `row` is up itself:
+
+    clamped: (min(max(up, -limit), limit) + 1) * g * sigmoid(factor * g)    g = min(row, limit)
+    relu2:   max(row, 0)^2
+    """
+    size = np.uint64(row.shape[0])
+    if gate.kind == CLAMPED:
+        for i in range(size):
+            g, u = min(row[i], gate.limit), min(max(up[i], -gate.limit), gate.limit)
+            row[i] = (u + ONE) * g * sigmoid(gate.factor * g)
+    elif gate.kind == RELU2:
+        for i in range(size):
+            g = max(row[i], np.float32(0))
+            row[i] = g * g
+    else:
+        if gate.factor != ONE:
+            for i in range(size):
+                row[i] *= gate.factor
+        activate(row, up, gate.kind, row)
+
+
+@njit(inline="always")
+def num_inner_parts(kind: int) -> int:
+    """Returns how many outputs of an MLP's first product each inner element is made of."""
+    return 1 if kind == RELU2 else 2
 
 
 @njit(inline="always")

@@ -1,9 +1,9 @@
 """The compiled form of a Mamba-2 layer, from behind its first product to the input of its last one.
 
-    [z ; channels ; dt] = the first product
+    [z ; channels ; dt] = factors * the first product
     step = clamp(softplus(dt + dt_bias), low, high)        g = -exp(A_log) step
     y = the recurrence of channels, g and the step (state_space.py)
-    attended = norm(y * silu(z)), a norm for each group of heads
+    attended = norm(y * silu(z)), a norm for each group of heads; or norm(y) * silu(z); or no norm
 
 It is a function of C that the layers call by its address, as delta_layer.py. Channels are rounded
 to the model's dtype, in which a row keeps the last of them; all else is float32. The threads share
@@ -27,19 +27,21 @@ from aserve_kernels.cpu.delta_layer import NUM_ARGUMENTS
 from aserve_kernels.cpu.gated_mul import sigmoid
 from aserve_kernels.cpu.layers_function import CALL_LIKE, inputs_of
 from aserve_kernels.cpu.memory import FLOAT32_LIKE, INT64_LIKE, array_at
-from aserve_kernels.cpu.precompile import FASTMATH
+from aserve_kernels.cpu.precompile import FASTMATH, NO_REFCOUNT
 from aserve_kernels.cpu.state_space import advance_space_head, convolve_head
 from aserve_kernels.cpu.team import MEETING_LEN, Team, meet, share_of
 
-# The record of a layer: sizes; the groups of the norm; the sizes of the buffers; how many states
-# and inputs of conv a row keeps; the addresses of float32 weights and of the states.
+# The record of a layer: sizes; the groups of the norm (0: none), and whether it is before the gate;
+# the sizes of the buffers; how many states and inputs of conv a row keeps; the addresses of float32
+# weights, of the factors of the first product [z + channels + heads] (0: all are 1), and of the
+# states.
 MAMBA: Any = np.dtype(
     [
         *[(name, np.int64) for name in ("heads", "head_dim", "groups", "state_dim", "width")],
-        *[(name, np.int64) for name in ("norm_groups", "mixed", "attended")],
+        *[(name, np.int64) for name in ("norm_groups", "is_norm_first", "mixed", "attended")],
         *[(name, np.int64) for name in ("table_rows", "num_places", "num_inputs")],
         *[(name, np.int64) for name in ("conv", "bias", "decay", "dt_bias", "skip", "norm")],
-        *[(name, np.int64) for name in ("matrices", "inputs")],
+        *[(name, np.int64) for name in ("factors", "matrices", "inputs")],
         *[(name, np.float32) for name in ("eps", "low", "high")],
     ],
     align=True,
@@ -56,6 +58,7 @@ class Parts(NamedTuple):
     y: Float32s  # [tokens, heads, head_dim]
     values: Float32s  # [heads, tokens, head_dim]
     keys: Float32s  # [2 * groups, tokens, state_dim], then the queries
+    factors: Float32s  # [z + channels + heads] of `wide`; [0]: all are 1
     channels: Floats  # [tokens, channels]
     attended: Floats  # [tokens, heads * head_dim]
 
@@ -120,6 +123,7 @@ def _parts_in(layer: Any, mixed: Float32s, attended: Floats, num_tokens: int) ->
         after_step[: num_tokens * inner_size].reshape((num_tokens, num_heads, layer.head_dim)),
         after_y[: num_tokens * inner_size].reshape((num_heads, num_tokens, layer.head_dim)),
         after_values[:key_size].reshape((num_keys, num_tokens, layer.state_dim)),
+        array_at(layer.factors, (wide_size if layer.factors != 0 else 0,), FLOAT32_LIKE),
         channels.reshape((num_tokens, num_channels)),
         own.reshape((num_tokens, inner_size)),
     )
@@ -151,10 +155,9 @@ def _convolve(layer: Any, inputs: Inputs, parts: Parts, team: Team) -> None:
                 size, target = layer.state_dim, parts.keys[head - num_heads, first:last]
             place = num_heads * layer.head_dim + channel  # in the first product
             for token in range(first, last):
-                narrow(
-                    parts.wide[token, place : place + size],
-                    parts.channels[token, channel : channel + size],
-                )
+                own = parts.wide[token, place : place + size]
+                _multiply(own, parts.factors[place : place + size])
+                narrow(own, parts.channels[token, channel : channel + size])
             convolve_head(
                 parts.channels[first:last], conv, bias, last_inputs[row],
                 inputs.lens[r] - query_len, channel, target,
@@ -168,11 +171,19 @@ def _note_steps(layer: Any, head: int, parts: Parts, first: int, last: int) -> N
     dt_bias = array_at(layer.dt_bias, (layer.heads,), FLOAT32_LIKE)[head]
     place = parts.wide.shape[1] - layer.heads + head
     for token in range(first, last):
+        _multiply(parts.wide[token, place : place + 1], parts.factors[place : place + 1])
         dt = parts.wide[token, place] + dt_bias
         softplus = max(dt, np.float32(0)) + np.float32(math.log1p(math.exp(-abs(dt))))
         step = min(max(softplus, layer.low), layer.high)
         parts.step[token, head] = step
         parts.log_decay[token, head] = decay * step
+
+
+@njit(nogil=True, **NO_REFCOUNT)
+def _multiply(x: Float32s, factors: Float32s) -> None:
+    """Multiplies x by its factors, of which there may be none."""
+    for i in range(factors.shape[0]):
+        x[i] *= factors[i]
 
 
 @njit(nogil=True)
@@ -203,14 +214,25 @@ def _gate(layer: Any, parts: Parts, team: Team) -> None:
     """Writes the output of a worker's share of the tokens."""
     num_tokens, inner_size = parts.attended.shape
     first, last = share_of(num_tokens, team)
-    weight = array_at(layer.norm, (inner_size,), FLOAT32_LIKE)
-    size = inner_size // layer.norm_groups
     outputs = parts.y.reshape((num_tokens, inner_size))
     for token in range(first, last):
         z, y = parts.wide[token, :inner_size], outputs[token]
+        _multiply(z, parts.factors[:inner_size])
+        if layer.is_norm_first != 0:
+            _norm_groups(layer, y)
         for i in range(np.uint64(inner_size)):
             z[i] = z[i] * sigmoid(z[i]) * y[i]
-        for place in range(0, inner_size, size):
-            own = z[place : place + size]
-            norm_row(own, weight[place : place + size], layer.eps, own)
+        if layer.is_norm_first == 0:
+            _norm_groups(layer, z)
         narrow(z, parts.attended[token])
+
+
+@njit(nogil=True)
+def _norm_groups(layer: Any, x: Float32s) -> None:
+    """Normalises each group of the elements of a token, if there is a norm."""
+    if layer.norm_groups == 0:
+        return
+    weight, size = array_at(layer.norm, x.shape, x), x.shape[0] // layer.norm_groups
+    for place in range(0, x.shape[0], size):
+        own = x[place : place + size]
+        norm_row(own, weight[place : place + size], layer.eps, own)

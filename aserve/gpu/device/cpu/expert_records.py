@@ -14,14 +14,17 @@ from aserve.gpu.device.cpu.kernel_linear import QuantLinear, TiledExperts, Tiled
 from aserve.gpu.device.cpu.linear import LinearPerExpert
 from aserve.gpu.device.cpu.ops import CompiledGate
 from aserve.gpu.device.cpu.product_records import Values, filled, is_packed, packed_of, product_of
+from aserve.gpu.layers.clamped import ClampedActivation
 from aserve.gpu.layers.grouped_linear import GroupedLinearOp
-from aserve.gpu.layers.mlp import GatedMlp
+from aserve.gpu.layers.linear import LinearOp
+from aserve.gpu.layers.mlp import Activation
+from aserve.gpu.layers.plain_mlp import PlainMlp, relu2
 from aserve.gpu.moe.dispatch import LocalDispatcher
-from aserve.gpu.moe.layer import ExpertMlp, GatedExperts
+from aserve.gpu.moe.layer import ExpertMlp, GatedExperts, SharedMlp
 from aserve.gpu.moe.routing import ExpertGroups, Scores
 from aserve_kernels.cpu.decoder_layers import Records
 from aserve_kernels.cpu.expert_mlp import LOGITS, MIXTURE, SIGMOID, SOFTMAX, mixture_sizes
-from aserve_kernels.cpu.gated_mul import KINDS
+from aserve_kernels.cpu.gated_mul import CLAMPED, KINDS, ONE, RELU2, Gate
 from aserve_kernels.cpu.product import PRODUCT
 
 SCORES: Mapping[Scores, int] = {
@@ -30,6 +33,7 @@ SCORES: Mapping[Scores, int] = {
     Scores.LOGITS: LOGITS,
 }
 NO_GROUPS = ExpertGroups(0, 0, 0)
+NO_LIMIT = np.float32(0)
 PerExpert: TypeAlias = LinearPerExpert | TiledExperts
 
 
@@ -39,17 +43,31 @@ def are_experts_covered(mlp: ExpertMlp) -> bool:
     experts, shared = mlp.experts, mlp.shared
     if mlp.spec.num_identity or not isinstance(mlp.dispatcher, LocalDispatcher):
         return False
-    if not isinstance(experts, GatedExperts) or not isinstance(experts.gated, CompiledGate):
+    if not isinstance(experts, GatedExperts) or (gate := _gate_of(experts.gated)) is None:
         return False
     if not isinstance(experts.gate_up, PerExpert) or not isinstance(experts.down, PerExpert):
         return False
     products = [mlp.router, *experts.gate_up.experts, *experts.down.experts]
     if shared is not None:
-        if not isinstance(shared.mlp, GatedMlp):
-            return False
-        products += [shared.mlp.gate_up, shared.mlp.down]
-        products += [] if shared.gate is None else [shared.gate]
+        if gate.kind == CLAMPED or isinstance(shared.mlp, PlainMlp) != (gate.kind == RELU2):
+            return False  # its activation is that of the experts
+        products += [*_inner_products(shared), *([] if shared.gate is None else [shared.gate])]
     return all(isinstance(p, TiledLinear | QuantLinear) and is_packed(p) for p in products)
+
+
+def _gate_of(gated: Activation) -> Gate | None:
+    """Returns None for what the kernel does not know."""
+    if isinstance(gated, CompiledGate):
+        return Gate(KINDS[gated.activation], ONE, NO_LIMIT)
+    if isinstance(gated, ClampedActivation):
+        return Gate(CLAMPED, np.float32(gated.alpha), np.float32(gated.limit))
+    return Gate(RELU2, ONE, NO_LIMIT) if gated is relu2 else None
+
+
+def _inner_products(shared: SharedMlp) -> tuple[LinearOp, LinearOp]:
+    """Returns the layers into and out of the inner elements of the MLP of all tokens."""
+    mlp = shared.mlp
+    return (mlp.up if isinstance(mlp, PlainMlp) else mlp.gate_up), mlp.down
 
 
 def expert_buffer_sizes(mlp: ExpertMlp) -> tuple[int, int]:
@@ -63,16 +81,17 @@ def mixture_of(mlp: ExpertMlp, dtype: torch.dtype) -> tuple[Records, ...]:
     points. The layer keeps the weights alive."""
     experts, shared, routing = mlp.experts, mlp.shared, mlp.spec.routing
     assert isinstance(experts, GatedExperts)
-    assert isinstance(experts.gated, CompiledGate)
+    gate = _gate_of(experts.gated)
+    assert gate is not None
     hidden, size, shared_size = _sizes_of(mlp)
     gate_ups, downs = (_products_of(each, dtype) for each in (experts.gate_up, experts.down))
     bias = None if mlp.bias is None else mlp.bias.float().contiguous().numpy()
-    own = shared.mlp if shared is not None and isinstance(shared.mlp, GatedMlp) else None
+    inner, down = (None, None) if shared is None else _inner_products(shared)
     groups = routing.groups or NO_GROUPS
     values: Values = {
         "router": product_of(dtype, mlp.router),
-        "shared_gate_up": product_of(dtype, None if own is None else own.gate_up),
-        "shared_down": product_of(dtype, None if own is None else own.down),
+        "shared_gate_up": product_of(dtype, inner),
+        "shared_down": product_of(dtype, down),
         "shared_gate": product_of(dtype, None if shared is None else shared.gate),
         "gate_ups": gate_ups.ctypes.data,
         "downs": downs.ctypes.data,
@@ -81,7 +100,9 @@ def mixture_of(mlp: ExpertMlp, dtype: torch.dtype) -> tuple[Records, ...]:
         "count": mlp.spec.count,
         "size": size,
         "shared_size": shared_size,
-        "activation": KINDS[experts.gated.activation],
+        "activation": gate.kind,
+        "gate_factor": float(gate.factor),
+        "limit": float(gate.limit),
         "top_k": routing.top_k,
         "scores": SCORES[routing.scores],
         "is_normalised": routing.is_normalised,

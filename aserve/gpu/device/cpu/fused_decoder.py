@@ -72,7 +72,7 @@ class CompiledForward:
     """A `FusedDecoder`."""
 
     __slots__ = (
-        *("_adapted", "_can_draw", "_num_layers", "_plain", "_ranks", "_records"),
+        *("_adapted", "_can_draw", "_plain", "_ranks", "_records"),
         *("_shared", "_stage", "_state", "_team"),
     )
 
@@ -84,7 +84,6 @@ class CompiledForward:
         self._stage = decoder if isinstance(decoder, StagedDecoder) else None
         self._can_draw = self._stage is None and has_packed_head(decoder)
         self._team = TeamChoice(num_workers)
-        self._num_layers = len(decoder.blocks)
         self._shared: _Shared | None = None  # of the last plan
         self._records = ModelRecords(decoder, state)
         self._plain = self._records.tables
@@ -205,8 +204,9 @@ class CompiledForward:
         tables = self._adapted if has_adapters else self._plain
         if capture is None:
             return tables
-        before_norm = [self._num_layers - 1] * capture.wants_before_norm
-        return replace(tables, captured=np.array([*capture.layer_ids, *before_norm], np.int64))
+        before_norm = [-1] * capture.wants_before_norm
+        layer_ids = [*capture.layer_ids, *before_norm]
+        return replace(tables, captured=self._records.last_records[layer_ids])
 
 
 def _fill(capture: HiddenCapture | None, streams: Tensor) -> None:

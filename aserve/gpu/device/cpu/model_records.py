@@ -5,18 +5,13 @@ draft_forward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 from torch import Tensor
 
-from aserve.gpu.device.cpu.expert_records import (
-    are_experts_covered,
-    expert_buffer_sizes,
-    mixture_of,
-)
+from aserve.gpu.device.cpu.expert_records import mixture_of
 from aserve.gpu.device.cpu.ops import CompiledNorm
 from aserve.gpu.device.cpu.product_records import (
     Values,
@@ -27,28 +22,40 @@ from aserve.gpu.device.cpu.product_records import (
     packed_of,
     product_of,
 )
+from aserve.gpu.device.cpu.sublayers import (
+    CoveredAttention,
+    Sublayers,
+    are_covered,
+    attentions_of,
+    mixer_buffer_sizes,
+    mixer_products,
+    mlp_products,
+    most_of,
+    num_gates,
+    products_of,
+    sublayers_of,
+    sublayers_of_all,
+)
 from aserve.gpu.kv.layer_groups import LayerSpec, Mask
 from aserve.gpu.layers.linear import LinearOp
-from aserve.gpu.layers.mlp import GatedMlp
 from aserve.gpu.layers.norm import AddNorm, Norm, RmsNorm, SumAndNorm
+from aserve.gpu.layers.plain_mlp import PlainMlp
+from aserve.gpu.layers.scaled_mlp import ScaledMlp
 from aserve.gpu.lora.tables import LoraLinear
 from aserve.gpu.models.base import CausalModel
 from aserve.gpu.models.decoder import Attention, Block, Decoder
-from aserve.gpu.models.decoder_spec import Mixer, Mlp
 from aserve.gpu.models.draft_decoder import DraftDecoder, JoinedInputs, ScaledSum
-from aserve.gpu.models.gated_attention import GatedAttention
 from aserve.gpu.models.gated_delta import GatedDeltaNet
 from aserve.gpu.models.mamba2 import Mamba2
 from aserve.gpu.models.short_conv import ShortConv
 from aserve.gpu.moe.layer import ExpertMlp
-from aserve.gpu.moe.two_batches import experts_of
 from aserve.gpu.parallel.shared import SharedCollectives
 from aserve.gpu.parallel.source import SummedLinear
 from aserve.gpu.parallel.stages import StagedDecoder
 from aserve.gpu.step.future_map import LAST_TOKEN, SEQ_LEN, FutureMap
 from aserve.gpu.step.resolve import DRAFTS, DeviceState
 from aserve_kernels.cpu.callback import Callback
-from aserve_kernels.cpu.conv_layer import SHORT_CONV, conv_buffer_sizes, conv_layer_function
+from aserve_kernels.cpu.conv_layer import SHORT_CONV, conv_layer_function
 from aserve_kernels.cpu.decoder_layers import (
     LAYER,
     LORA,
@@ -56,29 +63,28 @@ from aserve_kernels.cpu.decoder_layers import (
     MODEL,
     NO_LAYERS,
     NO_LORAS,
+    SAME_INPUT,
     Records,
     Tables,
 )
-from aserve_kernels.cpu.delta_layer import RECURRENT, buffer_sizes, delta_layer_function
+from aserve_kernels.cpu.delta_layer import RECURRENT, delta_layer_function
 from aserve_kernels.cpu.expert_mlp import expert_mlp_function
-from aserve_kernels.cpu.gated_mul import KINDS
+from aserve_kernels.cpu.gated_mul import KINDS, RELU2
 from aserve_kernels.cpu.host_rows import NO_WINDOW
-from aserve_kernels.cpu.mamba_layer import MAMBA, mamba_buffer_sizes, mamba_layer_function
+from aserve_kernels.cpu.mamba_layer import MAMBA, mamba_layer_function
 from aserve_kernels.cpu.online_softmax import fold_log2
-from aserve_kernels.cpu.product import NO_PRODUCT
 from aserve_kernels.draft_chain import DRAFT_PROBS
 from aserve_kernels.row_columns import FLOAT_COLUMNS, INT_COLUMNS
 
 PLAIN_INPUTS = JoinedInputs()
 LayerStack: TypeAlias = Decoder | StagedDecoder | DraftDecoder
-CoveredMixer: TypeAlias = Attention | GatedAttention | GatedDeltaNet | Mamba2 | ShortConv
 # The fields of LAYER that layers of the other kind do not have.
 NOT_RECURRENT = {"advance": 0, "recurrent": 0}
 NO_MIXTURE = {"mlp": 0, "experts": 0}
 NO_ATTENTION = dict.fromkeys(
     (
         *("head_norms", "cos_sin", "keys", "values", "num_slots", "page_table", "window"),
-        *("factor", "cap", "head_eps", "key_scale", "value_scale"),
+        *("sinks", "factor", "cap", "head_eps", "key_scale", "value_scale"),
     ),
     0,
 )
@@ -128,9 +134,9 @@ def are_layers_covered(model: CausalModel | DraftDecoder, *, masks: tuple[Mask, 
     if isinstance(model, DraftDecoder):
         inputs = model.inputs or PLAIN_INPUTS
         products += [p for p in (inputs.projection, model.next_hidden) if p is not None]
-    if not are_packed(products) or not all(map(_is_block_covered, model.blocks)):
+    if not are_packed(products) or not are_covered(model.blocks):
         return False
-    attentions = _attentions(model)
+    attentions = attentions_of(model.blocks)
     layers = [attention.layer for attention in attentions]
     shapes = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
     is_uniform = len(shapes) == len({layer.mask for layer in layers}) == 1
@@ -140,7 +146,7 @@ def are_layers_covered(model: CausalModel | DraftDecoder, *, masks: tuple[Mask, 
 
 def ranks_of(model: LayerStack) -> SharedCollectives | None:
     """Returns the ranks among which the layers are divided."""
-    for product in _products(model.blocks[0]):
+    for product in products_of(sublayers_of(model.blocks[0])[0]):
         if isinstance(product, SummedLinear) and isinstance(product.ranks, SharedCollectives):
             return product.ranks
     return None
@@ -148,7 +154,11 @@ def ranks_of(model: LayerStack) -> SharedCollectives | None:
 
 def num_workers_of(model: LayerStack) -> int:
     """Returns how many threads share the products of a model that the kernels can run."""
-    return packed_of(_products(model.blocks[0])[0]).num_workers
+    return packed_of(_products_of_all(model)[0]).num_workers
+
+
+def _products_of_all(model: LayerStack) -> list[LinearOp]:
+    return [product for part in sublayers_of_all(model.blocks) for product in products_of(part)]
 
 
 def _has_mask(layer: LayerSpec, masks: tuple[Mask, ...]) -> bool:
@@ -156,82 +166,23 @@ def _has_mask(layer: LayerSpec, masks: tuple[Mask, ...]) -> bool:
     return layer.mask in masks and (layer.mask is Mask.CAUSAL or layer.window is None)
 
 
-def _is_block_covered(block: Block) -> bool:
-    mixer, mlp = block.mixer, block.mlp
-    if not isinstance(mixer, CoveredMixer) or not _is_mlp_covered(mlp):
-        return False
-    if isinstance(mixer, Attention) and not (mixer.joint_norm is None and mixer.sinks is None):
-        return False
-    products = _products(block)
-    if isinstance(mixer, GatedDeltaNet):
-        products = (*products, mixer.project.narrow)
-    if isinstance(mixer, Mamba2) and not (mixer.has_plain_gate and _is_whole(mlp)):
-        return False
-    # Adapters are not known beside recurrent layers and experts.
-    may_be_adapted = isinstance(mixer, Attention) and isinstance(mlp, GatedMlp)
-    is_adapted = any(isinstance(own_part(product), LoraLinear) for product in products)
-    return are_packed(products) and (may_be_adapted or not is_adapted)
-
-
-def _is_whole(mlp: Mlp) -> bool:
-    """Whether no ranks divide the layers. Mamba-2 layers are whole on each of several ranks, which
-    must not add up their outputs."""
-    return not (isinstance(mlp, GatedMlp) and isinstance(mlp.down, SummedLinear))
-
-
-def _is_mlp_covered(mlp: Mlp) -> bool:
-    return isinstance(mlp, GatedMlp) or (isinstance(mlp, ExpertMlp) and are_experts_covered(mlp))
-
-
-def _attentions(model: LayerStack) -> list[Attention | GatedAttention]:
-    mixers = [block.mixer for block in model.blocks]
-    return [mixer for mixer in mixers if isinstance(mixer, Attention | GatedAttention)]
-
-
-def _most_of(blocks: Sequence[Block]) -> tuple[int, int]:
-    """Returns sizes that suffice for the buffers of all these layers, as `_buffer_sizes` does."""
-    sizes = [_buffer_sizes(block.mixer) for block in blocks]
-    sizes += [expert_buffer_sizes(mlp) for mlp in experts_of(blocks)]
-    mixed, attended = map(max, zip(*sizes, strict=True))
-    return mixed, attended
-
-
-def _buffer_sizes(mixer: Mixer) -> tuple[int, int]:
-    """Returns how many float32 and how many elements of the model's dtype each token needs."""
-    if isinstance(mixer, GatedDeltaNet):
-        shape = mixer.shape
-        num_heads = shape.linear_num_value_heads
-        return buffer_sizes(shape.num_channels, shape.value_size, num_heads)
-    if isinstance(mixer, ShortConv):
-        return conv_buffer_sizes(mixer.spec.shape.num_channels)
-    if isinstance(mixer, Mamba2):
-        space = mixer.shape
-        return mamba_buffer_sizes(space.inner_size, space.num_channels, space.num_heads)
-    layer = mixer.layer
-    assert layer is not None
-    num_heads = layer.num_heads + layer.num_stored_heads + _num_gates(mixer)
-    return num_heads * layer.head_dim, layer.num_heads * layer.head_dim
-
-
-def _num_gates(attention: Mixer) -> int:
-    return attention.layer.num_heads if isinstance(attention, GatedAttention) else 0
-
-
 class ModelRecords:
     """Describes a model to the kernels. It keeps alive the tensors that only the records point to;
     the model keeps the others."""
 
-    __slots__ = ("_dtype", "_kept", "_state", "tables")
+    __slots__ = ("_dtype", "_kept", "_state", "last_records", "tables")
 
     def __init__(self, model: LayerStack, state: DeviceState) -> None:
         """The KV pools of `state` are those of the model."""
         self._dtype = model.dtype
         self._state = state
         self._kept: list[Tensor | Records] = []
-        layers = np.zeros(len(model.blocks), LAYER)
-        for index, block in enumerate(model.blocks):
-            values = self._layer(block, whole_of(model).rotaries[block.rotary].table)
+        own = [values for block in model.blocks for values in self._layers(block, whole_of(model))]
+        layers = np.zeros(len(own), LAYER)
+        for index, values in enumerate(own):
             filled(layers[index : index + 1], values)
+        counts = [len(sublayers_of(block)) for block in model.blocks]
+        self.last_records = np.cumsum(counts) - 1  # [blocks], the last record of each
         ranks = ranks_of(model)
         values = {
             **self._model(model),
@@ -245,11 +196,10 @@ class ModelRecords:
 
     def _model(self, model: LayerStack) -> Values:
         whole = whole_of(model)
-        spec = whole.spec if isinstance(whole, Decoder) else None
         config = whole.config if isinstance(whole, DraftDecoder) else whole.spec.config
         head = head_of(model) if has_packed_head(model) else None
-        attention, table = _attentions(model)[0], whole.rotaries[0].table
-        layer, (mixed, attended) = attention.layer, _most_of(model.blocks)
+        attention, table = attentions_of(model.blocks)[0], whole.rotaries[0].table
+        layer, (mixed, attended) = attention.layer, most_of(model.blocks)
         begins = not isinstance(model, StagedDecoder) or model.is_first
         return {
             "hidden": config.hidden_size,
@@ -261,10 +211,9 @@ class ModelRecords:
             "kv_heads": layer.num_kv_heads,
             "head_dim": layer.head_dim,
             "rotary_dim": table.shape[1],
-            "gates": _num_gates(attention),
+            "gates": num_gates(attention),
             "mixed": mixed,
             "attended": attended,
-            "activation": KINDS[config.activation],
             "embeddings": whole.embeddings.data_ptr() if begins else 0,
             "first_norm": self._norm(model.first_norm),
             "head": product_of(self._dtype, None if head is None else head.product),
@@ -272,7 +221,6 @@ class ModelRecords:
             "stores_kv": layer.num_stored_heads > 0,
             "is_causal": layer.mask is Mask.CAUSAL,
             "eps": config.rms_norm_eps,
-            "residual_scale": 1.0 if spec is None else spec.residual_scale,
             "embedding_factor": whole.embedding_factor,
             "logit_divisor": 1.0 if head is None else head.divisor,
             "logit_softcap": 0.0 if head is None else head.softcap,
@@ -294,32 +242,64 @@ class ModelRecords:
             "token_ids": 0 if token_ids is None else token_ids.data_ptr(),
         }
 
-    def _layer(self, block: Block, cos_sin: Tensor) -> Values:
-        mixer, after = block.mixer, block.before_next
-        products = [product_of(self._dtype, product) for product in _products(block)]
-        products += [NO_PRODUCT] * (len(LORA_LAYERS) - len(products))
-        if isinstance(mixer, GatedDeltaNet):
-            own = {**NO_ATTENTION, **self._delta(mixer)}
-        elif isinstance(mixer, ShortConv):
-            own = {**NO_ATTENTION, **self._conv(mixer)}
-        elif isinstance(mixer, Mamba2):
-            own = {**NO_ATTENTION, **self._mamba(mixer)}
-        else:
-            assert isinstance(mixer, Attention | GatedAttention)
-            own = {**self._attention(mixer), "cos_sin": cos_sin.data_ptr(), **NOT_RECURRENT}
+    def _layers(self, block: Block, whole: Decoder | DraftDecoder) -> list[Values]:
+        """Returns a record for each of the block's sublayers that run together."""
+        parts, after = sublayers_of(block), block.before_next
+        layers = [self._layer(part, block, whole) for part in parts]
+        first_norms = [SAME_INPUT] * (len(parts) - 1)
+        last = after if parts[-1].mlp is None else block.before_mlp
+        norms = [*first_norms, self._norm_of_sum(last)]
+        return [{**layer, "before_mlp": norm} for layer, norm in zip(layers, norms, strict=True)]
+
+    def _layer(self, part: Sublayers, block: Block, whole: Decoder | DraftDecoder) -> Values:
+        """Returns all but the norm of the sum behind the mixer."""
+        after, products = block.before_next, mixer_products(part) + mlp_products(part)
+        own = [product_of(self._dtype, product) for product in products]
         return {
-            **own,
-            **dict(zip(LORA_LAYERS, products, strict=True)),
-            **(self._mixture(block.mlp) if isinstance(block.mlp, ExpertMlp) else NO_MIXTURE),
+            **self._mixer(part, whole.rotaries[block.rotary].table),
+            **dict(zip(LORA_LAYERS, own, strict=True)),
+            **self._mlp(part, whole),
+            "input_factor": part.input_factor,
             "after_attention": self._norm(block.after_attention),
-            "before_mlp": self._norm_of_sum(block.before_mlp),
             "after_mlp": self._norm(block.after_mlp),
             "before_next": self._norm_of_sum(after),
             "out_scale": float(after.factor) if isinstance(after, ScaledSum) else 1.0,
         }
 
-    def _attention(self, attention: Attention | GatedAttention) -> Values:
+    def _mixer(self, part: Sublayers, cos_sin: Tensor) -> Values:
+        match part.mixer:
+            case None:
+                return {**NO_ATTENTION, **NOT_RECURRENT}
+            case GatedDeltaNet() as mixer:
+                return {**NO_ATTENTION, **self._delta(mixer)}
+            case ShortConv() as mixer:
+                return {**NO_ATTENTION, **self._conv(mixer)}
+            case Mamba2() as mixer:
+                return {**NO_ATTENTION, **self._mamba(mixer)}
+            case mixer:
+                assert isinstance(mixer, CoveredAttention)
+                own = {"cos_sin": cos_sin.data_ptr(), **NOT_RECURRENT}
+                return {**self._attention(mixer), **own}
+
+    def _mlp(self, part: Sublayers, whole: Decoder | DraftDecoder) -> Values:
+        """Also returns the factors of both outputs."""
+        mlp = part.mlp
+        config = whole.spec.config if isinstance(whole, Decoder) else whole.config
+        scale = whole.spec.residual_scale if isinstance(whole, Decoder) else 1.0
+        gate_factor, factor = (1.0, 1.0)
+        if isinstance(mlp, ScaledMlp):
+            gate_factor, factor = mlp.gate_factor, mlp.factor
+        return {
+            **(self._mixture(mlp) if isinstance(mlp, ExpertMlp) else NO_MIXTURE),
+            "activation": RELU2 if isinstance(mlp, PlainMlp) else KINDS[config.activation],
+            "gate_factor": gate_factor,
+            "mlp_scale": scale * factor,
+            "mixer_scale": scale * part.mixer_scale,
+        }
+
+    def _attention(self, attention: CoveredAttention) -> Values:
         layer, pools, head_norms = attention.layer, self._state.pools, attention.head_norms
+        sinks = attention.sinks if isinstance(attention, Attention) else None
         kv = pools.layers[layer.index]
         key_scale, value_scale = kv.scales
         factor, cap = fold_log2(layer.scale * key_scale, layer.softcap)
@@ -330,6 +310,7 @@ class ModelRecords:
             "num_slots": len(kv.keys),
             "page_table": pools.page_tables[kv.group].data_ptr(),
             "window": NO_WINDOW if layer.window is None else layer.window,
+            "sinks": 0 if sinks is None else self._keep(sinks),
             "factor": factor,
             "cap": cap,
             "key_scale": key_scale,
@@ -373,7 +354,6 @@ class ModelRecords:
     def _mamba(self, mixer: Mamba2) -> Values:
         shape = mixer.shape
         low, high = mixer.limits
-        assert mixer.norm is not None
         values: Values = {
             **self._inputs(mixer),
             **self._matrices(mixer),
@@ -383,12 +363,14 @@ class ModelRecords:
             "state_dim": shape.state_dim,
             "width": shape.num_taps,
             "norm_groups": mixer.num_norm_groups,
+            "is_norm_first": mixer.is_norm_first,
+            "factors": 0 if mixer.factors is None else self._keep(mixer.factors),
             "conv": self._keep(mixer.conv),
             "bias": self._keep(mixer.bias),
             "decay": self._keep(mixer.decay),
             "dt_bias": self._keep(mixer.dt_bias),
             "skip": self._keep(mixer.skip),
-            "norm": self._keep(mixer.norm),
+            "norm": 0 if mixer.norm is None else self._keep(mixer.norm),
             "eps": mixer.eps,
             "low": low,
             "high": high,
@@ -398,7 +380,7 @@ class ModelRecords:
 
     def _inputs(self, mixer: GatedDeltaNet | Mamba2 | ShortConv) -> Values:
         """Returns the sizes of a layer's buffers, and where rows keep the inputs of its conv."""
-        mixed, attended = _buffer_sizes(mixer)
+        mixed, attended = mixer_buffer_sizes(mixer)
         inputs = self._state.recurrent[mixer.spec.index].inputs
         return {
             "mixed": mixed,
@@ -473,8 +455,7 @@ def describe_loras(decoder: Decoder | StagedDecoder) -> Records:
     """Returns the records of all layers' adapters, in the order of LORA_LAYERS."""
     stacks = [
         product.stack
-        for block in decoder.blocks
-        for product in map(own_part, _products(block))
+        for product in map(own_part, _products_of_all(decoder))
         if isinstance(product, LoraLinear)
     ]
     records = np.zeros(len(stacks), LORA)
@@ -491,17 +472,6 @@ def describe_loras(decoder: Decoder | StagedDecoder) -> Records:
         }
         filled(records[index : index + 1], values)
     return records
-
-
-def _products(block: Block) -> tuple[LinearOp, ...]:
-    """Returns the linear layers, in the order of LORA_LAYERS, without those of a mixture."""
-    mixer, mlp = block.mixer, block.mlp
-    assert isinstance(mixer, CoveredMixer)
-    if isinstance(mixer, GatedDeltaNet):
-        first = mixer.project.wide
-    else:
-        first = mixer.into if isinstance(mixer, Mamba2 | ShortConv) else mixer.qkv
-    return first, mixer.out, *((mlp.gate_up, mlp.down) if isinstance(mlp, GatedMlp) else ())
 
 
 def _column(name: str, table: Tensor, columns: tuple[str, ...]) -> dict[str, int]:

@@ -11,12 +11,10 @@ Reference: modeling_falcon_h1.py in transformers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
-from torch import Tensor
 
-from aserve.gpu.layers.mlp import ACTIVATIONS, Activation, GatedMlp
+from aserve.gpu.layers.mlp import ACTIVATIONS
+from aserve.gpu.layers.scaled_mlp import ScaledMlp
 from aserve.gpu.models.config.fields import Fields
 from aserve.gpu.models.config.model import ModelConfig
 from aserve.gpu.models.decoder import Attention, gated_mlp
@@ -94,31 +92,8 @@ def _mlp(fields: Fields) -> MakeMlp:
         return gated_mlp
 
     def make(index: int, spec: DecoderSpec, weights: WeightSource, /) -> ScaledMlp:
-        mlp = gated_mlp(index, spec, weights)
-        mlp.gated = ScaledGate(ACTIVATIONS[spec.config.activation], factors[0])
-        return ScaledMlp(mlp, factors[1])
+        mlp, (gate, down) = gated_mlp(index, spec, weights), factors
+        activation = ACTIVATIONS[spec.config.activation]
+        return ScaledMlp(mlp, activation, gate_factor=gate, factor=down)
 
     return make
-
-
-@dataclass(frozen=True, slots=True)
-class ScaledGate:
-    """`y = act(factor * gate) * up`, with the contract of `GatedActivation`."""
-
-    activation: Activation
-    factor: float
-
-    def __call__(self, joined: Tensor) -> Tensor:
-        gate, up = joined.chunk(2, dim=-1)
-        return self.activation(gate * self.factor) * up
-
-
-@dataclass(frozen=True, slots=True)
-class ScaledMlp:
-    """A `Mlp` whose output has a factor."""
-
-    mlp: GatedMlp
-    factor: float
-
-    def __call__(self, x: Tensor, /) -> Tensor:
-        return self.mlp(x) * self.factor

@@ -1,7 +1,5 @@
 """gpt-oss: biases everywhere, attention sinks, a window in every other layer, and experts whose
-activation is clamped:
-
-    y = (min(max(up, -7), 7) + 1) * g * sigmoid(1.702 g)    with g = min(gate, 7)
+activation is clamped (layers/clamped.py).
 
 Reference: modeling_gpt_oss.py in transformers.
 """
@@ -11,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from aserve.gpu.layers.clamped import ClampedActivation
 from aserve.gpu.models.config.layer_types import periodic_windows
 from aserve.gpu.models.config.model import ModelConfig
 from aserve.gpu.models.decoder_spec import Biases, DecoderSpec
@@ -75,20 +74,3 @@ def _experts(index: int, spec: DecoderSpec, weights: WeightSource, /) -> ExpertM
 def _halves(in_turns: Tensor) -> Tensor:
     """[experts, 2 n] with those of gate and up in turns -> all of gate, then all of up."""
     return torch.cat((in_turns[:, ::2], in_turns[:, 1::2]), dim=1)
-
-
-class ClampedActivation:
-    """An `Activation`: the formula at the top of this file."""
-
-    __slots__ = ("_alpha", "_limit")
-
-    def __init__(self, alpha: float, limit: float) -> None:
-        self._alpha = alpha
-        self._limit = limit
-
-    def __call__(self, joined: Tensor) -> Tensor:
-        """joined [rows, 2 * size], gate before up -> [rows, size]."""
-        gate, up = joined.chunk(2, dim=-1)
-        gate = gate.clamp(max=self._limit)
-        up = up.clamp(-self._limit, self._limit)
-        return (up + 1) * gate * torch.sigmoid(gate * self._alpha)
