@@ -101,17 +101,18 @@ MODEL: Any = np.dtype(
 
 # The record of a layer: its linear layers, and addresses: float32 norm weights (0 for none); the
 # cos/sin table [max_len, rotary_dim]; the layer's KV and page table; what elements of KV stand for,
-# as `element * scale`; the float32 sinks [heads] of its softmax (0 for none). A recurrent layer has
-# none of these but norms, and `qkv` is its first product. `advance` is the address of its function,
-# and `recurrent` that of its record. One with experts has neither `gate_up` nor `down`: `mlp` is
-# the address of its function, and `experts` that of its record. A layer without a mixer has no
-# `out`, and `before_mlp` of one without an MLP is the norm before the next layer, or SAME_INPUT. A
-# mixer's input is multiplied by `input_factor` first. `activation` and `gate_factor` are those of a
-# Gate.
+# as `element * scale`; the float32 sinks [heads] of its softmax (0 for none). `head_norms` are of
+# each head alone, or with a `key_norm` of all heads of a query together, as that one is of a key. A
+# recurrent layer has none of these but norms, and `qkv` is its first product. `advance` is the
+# address of its function, and `recurrent` that of its record. One with experts has neither
+# `gate_up` nor `down`: `mlp` is the address of its function, and `experts` that of its record. A
+# layer without a mixer has no `out`, and `before_mlp` of one without an MLP is the norm before the
+# next layer, or SAME_INPUT. A mixer's input is multiplied by `input_factor` first. `activation` and
+# `gate_factor` are those of a Gate.
 LAYER: Any = np.dtype(
     [
         *[(name, PRODUCT) for name in ("qkv", "out", "gate_up", "down")],
-        *[(name, np.int64) for name in ("head_norms", "after_attention", "before_mlp")],
+        *[(name, np.int64) for name in ("head_norms", "key_norm", "after_attention", "before_mlp")],
         *[(name, np.int64) for name in ("after_mlp", "before_next", "cos_sin")],
         *[(name, np.int64) for name in ("keys", "values", "num_slots", "page_table", "window")],
         *[(name, np.int64) for name in ("sinks", "advance", "recurrent", "mlp", "experts")],
@@ -506,6 +507,7 @@ def store_keys(
     cos_sin = array_at(layer.cos_sin, (model.max_len, model.rotary_dim), like)
     num_rotated = model.heads + model.kv_heads * model.stores_kv
     norms = array_at(layer.head_norms, (num_rotated, model.head_dim), heads)
+    key_norm = array_at(layer.key_norm, (model.kv_heads * model.head_dim,), heads)
     rope = np.empty(model.rotary_dim, np.float32)
     gates = np.empty((model.gates, model.head_dim), np.float32)
     for r in range(rows.shape[0]):
@@ -514,14 +516,15 @@ def store_keys(
             position = lens[r] - query_lens[r] + start - starts[r]
             _rope_and_store(
                 heads[start:stop], keys, values, table[rows[r]], position, model, layer, cos_sin,
-                norms, rope, gates,
+                norms, key_norm, rope, gates,
             )  # fmt: skip
 
 
 @njit(nogil=True, **NO_REFCOUNT)
 def _rope_and_store(
     heads: Float32s, keys: Floats, values: Floats, pages: Int64s, position: int,
-    model: Any, layer: Any, cos_sin: Floats, norms: Float32s, rope: Float32s, gates: Float32s,
+    model: Any, layer: Any, cos_sin: Floats, norms: Float32s, key_norm: Float32s, rope: Float32s,
+    gates: Float32s,
 ) -> None:  # fmt: skip
     """Handles one row's tokens, from `position` on. `rope` [rotary_dim] and `gates` [gates,
     head_dim] are scratch memory."""
@@ -532,8 +535,14 @@ def _rope_and_store(
         if model.gates != 0:
             _move_gates(token_heads, gates)
         widen(cos_sin[token_position], rope)
+        if layer.key_norm != 0:
+            num_own = token_heads[: model.heads].size
+            together = token_heads[:num_rotated].reshape(-1)
+            query, key = together[:num_own], together[num_own:]
+            norm_row(query, norms.reshape(-1)[:num_own], model.eps, query)
+            norm_row(key, key_norm, model.eps, key)
         for head in range(num_rotated):
-            if layer.head_norms != 0:
+            if layer.head_norms != 0 and layer.key_norm == 0:
                 norm_row(token_heads[head], norms[head], layer.head_eps, token_heads[head])
             _rope_head(token_heads[head], rope)
         if model.stores_kv == 0:

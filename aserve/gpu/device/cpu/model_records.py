@@ -37,8 +37,9 @@ from aserve.gpu.device.cpu.sublayers import (
     sublayers_of_all,
 )
 from aserve.gpu.kv.layer_groups import LayerSpec, Mask
+from aserve.gpu.layers.joint_norm import JointNorm
 from aserve.gpu.layers.linear import LinearOp
-from aserve.gpu.layers.norm import AddNorm, Norm, RmsNorm, SumAndNorm
+from aserve.gpu.layers.norm import AddNorm, HeadNorms, Norm, RmsNorm, SumAndNorm
 from aserve.gpu.layers.plain_mlp import PlainMlp
 from aserve.gpu.layers.scaled_mlp import ScaledMlp
 from aserve.gpu.lora.tables import LoraLinear
@@ -83,8 +84,8 @@ NOT_RECURRENT = {"advance": 0, "recurrent": 0}
 NO_MIXTURE = {"mlp": 0, "experts": 0}
 NO_ATTENTION = dict.fromkeys(
     (
-        *("head_norms", "cos_sin", "keys", "values", "num_slots", "page_table", "window"),
-        *("sinks", "factor", "cap", "head_eps", "key_scale", "value_scale"),
+        *("head_norms", "key_norm", "cos_sin", "keys", "values", "num_slots", "page_table"),
+        *("window", "sinks", "factor", "cap", "head_eps", "key_scale", "value_scale"),
     ),
     0,
 )
@@ -299,12 +300,14 @@ class ModelRecords:
 
     def _attention(self, attention: CoveredAttention) -> Values:
         layer, pools, head_norms = attention.layer, self._state.pools, attention.head_norms
-        sinks = attention.sinks if isinstance(attention, Attention) else None
+        sinks = joint_norm = None
+        if isinstance(attention, Attention):
+            sinks, joint_norm = attention.sinks, attention.joint_norm
         kv = pools.layers[layer.index]
         key_scale, value_scale = kv.scales
         factor, cap = fold_log2(layer.scale * key_scale, layer.softcap)
         return {
-            "head_norms": 0 if head_norms is None else head_norms.weight.data_ptr(),
+            **self._head_norms(head_norms, joint_norm),
             "keys": kv.keys.data_ptr(),
             "values": kv.values.data_ptr(),
             "num_slots": len(kv.keys),
@@ -315,7 +318,18 @@ class ModelRecords:
             "cap": cap,
             "key_scale": key_scale,
             "value_scale": value_scale,
-            "head_eps": 0.0 if head_norms is None else head_norms.eps,
+        }
+
+    def _head_norms(self, head_norms: HeadNorms | None, joint_norm: JointNorm | None) -> Values:
+        if joint_norm is not None:
+            query, key = self._norm(joint_norm.q_norm), self._norm(joint_norm.k_norm)
+            return {"head_norms": query, "key_norm": key, "head_eps": 0.0}
+        if head_norms is None:
+            return {"head_norms": 0, "key_norm": 0, "head_eps": 0.0}
+        return {
+            "head_norms": head_norms.weight.data_ptr(),
+            "key_norm": 0,
+            "head_eps": head_norms.eps,
         }
 
     def _delta(self, mixer: GatedDeltaNet) -> Values:

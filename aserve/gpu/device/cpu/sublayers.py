@@ -80,8 +80,6 @@ def _is_covered(part: Sublayers) -> bool:
     mixer, mlp = part.mixer, part.mlp
     if not (mixer is None or isinstance(mixer, CoveredMixer)) or not part.input_factor:
         return False
-    if isinstance(mixer, Attention) and mixer.joint_norm is not None:
-        return False
     if not _is_mlp_covered(mlp):
         return False
     products = products_of(part)
