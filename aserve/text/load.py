@@ -36,6 +36,7 @@ from aserve.text.model_files import load_template, read_json, token_text
 from aserve.text.pooling import PLAIN, PoolingTexts, load_pooling
 from aserve.text.template import ChatTemplate
 from aserve.text.tokenizer import TextTokenizer, numeric_template, numeric_tokenizer
+from aserve.text.vocabulary_files import check_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +193,7 @@ def _convert_backend(model_dir: Path) -> Tokenizer:
     """Converts another tokenizer format, such as SentencePiece, with transformers. PERF: its import
     takes seconds.
     """
-    _check_vocabulary(model_dir)
+    check_vocabulary(model_dir)
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     is_gguf = (model_dir / GGUF).is_file()
@@ -242,21 +243,6 @@ def _keep(backend: Tokenizer, path: Path) -> None:
         made.write(backend.to_str().encode())
         made.flush()
         os.link(made.name, path)
-
-
-def _check_vocabulary(model_dir: Path) -> None:
-    """WHY: of such files tokenizers raises a bare Exception, which does not name the file."""
-    read_json(model_dir / "vocab.json")
-    for name in ("vocab.txt", "merges.txt"):
-        path = model_dir / name
-        if not path.is_file():
-            continue
-        try:
-            path.read_text("utf-8")
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{path} is not UTF-8: {error}") from None
 
 
 def _eos_ids(model_dir: Path, tokenizer_eos_id: int | None = None) -> list[int]:

@@ -172,6 +172,41 @@ def test_a_vocabulary_that_cannot_be_decoded_is_named_and_no_traceback(
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("vocab", "merges", "message"),
+    [
+        ({}, "a b\nab\n", r"merges\.txt, line 2: 'ab' is no merge"),
+        ({}, "#version: 0.2\na b c\n", r"merges\.txt, line 2: 'a b c' is no merge"),
+        ({}, "a b\n\n", r"merges\.txt, line 2: '' is no merge"),
+        ({}, "a b\na c\n", r"merges\.txt, line 2: the token 'c' .* not in vocab\.json"),
+        ({}, "b a\n", r"merges\.txt, line 1: the token 'ba' .* not in vocab\.json"),
+        ({"b": "x"}, "a b\n", r"vocab\.json: the id of the token 'b' is 'x'; expected"),
+        ({"b": -1}, "a b\n", r"vocab\.json: the id of the token 'b' is -1; expected"),
+        ({"b": 2**40}, "a b\n", r"vocab\.json: the id of the token 'b' is 1099511627776"),
+    ],
+)
+def test_a_malformed_vocabulary_is_named_with_its_line_or_value(
+    tmp_path: Path, vocab: dict[str, object], merges: str, message: str
+) -> None:
+    write_vocabulary(tmp_path, vocab, merges)
+    with pytest.raises(ConfigError, match=message):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_vocabulary_with_windows_line_ends_is_read(tmp_path: Path) -> None:
+    """Slow: it imports transformers, which converts the two files."""
+    write_vocabulary(tmp_path, {}, "#version: 0.2\r\na b\r\n")
+    assert load_tokenizer(tmp_path).encode("ab", with_special=False) == [2]
+
+
+def write_vocabulary(folder: Path, vocab: dict[str, object], merges: str) -> None:
+    write(folder, vocab={"a": 0, "b": 1, "ab": 2} | vocab)
+    write(folder, tokenizer_config={"tokenizer_class": "Qwen2Tokenizer"})
+    write(folder, config={"model_type": "qwen2", "vocab_size": 10})
+    (folder / "merges.txt").write_bytes(merges.encode())
+
+
 def test_a_tokenizer_that_the_library_does_not_know_is_a_clear_error(tmp_path: Path) -> None:
     content = json.loads(byte_level_backend().to_str())
     content["model"]["type"] = "Newer"
