@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import subprocess
 import sys
 import threading
@@ -205,7 +206,11 @@ def _mark_of(variant: KernelVariant) -> Path:
 
 
 def main() -> None:
-    """Runs a worker: each line of stdin holds variants, and each is answered by its own word."""
+    """Runs a worker: each line of stdin holds variants, and each is answered by its own word. It
+    ends when nobody reads the answers any more.
+
+    NOTE: Python would write a failed answer once more, and complain, if it were still in a buffer.
+    """
     for line in sys.stdin:
         for word in line.split():
             kernel, dtype, num_threads = word.split(":")
@@ -213,8 +218,10 @@ def main() -> None:
             COMPILERS[kernel](getattr(torch, dtype), variant.num_threads)
             with contextlib.suppress(OSError):  # a full disk: the next start compiles again
                 _mark_of(variant).touch()
-            sys.stdout.write(f"{word}\n")
-            sys.stdout.flush()
+            try:
+                os.write(sys.stdout.fileno(), f"{word}\n".encode())
+            except BrokenPipeError:
+                return
 
 
 if __name__ == "__main__":

@@ -87,3 +87,24 @@ def test_a_worker_that_ends_early_is_an_error_and_ends_the_build(
     with pytest.raises(KernelBuildError, match="has ended"):
         build_kernels(VARIANTS, num_processes=2, on_progress=lambda done, _: steps.append(done))
     assert steps == [0]
+
+
+def test_a_worker_whose_parent_has_gone_ends_without_a_traceback(tmp_path: Path) -> None:
+    program = (
+        "from aserve_kernels.cpu import build\n"
+        "build.COMPILERS = {'none': lambda *_: None}\n"
+        "build.main()\n"
+    )
+    reads, writes = os.pipe()
+    os.close(reads)
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        input="none:float32:1 none:float32:2\n",
+        stdout=writes,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},
+        text=True,
+        timeout=60,
+    )
+    os.close(writes)
+    assert (ended.returncode, ended.stderr) == (0, "")
