@@ -47,7 +47,7 @@ KINDS = (
     *("llama-biased", "llama-longrope", "qwen3-mixed", "gemma2", "gemma3", "granite"),
     "granite-hybrid-attention",  # without positions
     *("smollm3", "exaone4-sliding"),  # without positions in some layers
-    *("olmo2-biased", "olmo3-yarn"),  # norms of all heads together
+    *("olmo2", "olmo3-yarn"),  # norms of all heads together
 )
 EXPERT_KINDS = (
     "minimax-m2",
