@@ -275,7 +275,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "falcon-h1-late-norm": (
         "FalconH1",
-        {**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+        {
+            **FALCON_H1,
+            "key_multiplier": 2.0,  # attention of which one token more or less changes what is said
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+        },
     ),
     "granite": ("Granite", GRANITE),
     "granite-biased": ("Granite", {**GRANITE, "attention_bias": True, "mlp_bias": True}),
