@@ -54,9 +54,7 @@ Records: TypeAlias = npt.NDArray[np.void]
 MAX_LOGITS_ROWS = 64  # rows whose logits are in memory at a time
 NO_IDS = NO_LAYERS = np.empty(0, np.int64)
 NO_LIMIT = np.float32(np.inf)
-SAME_INPUT = (
-    -1
-)  # in place of the address of a norm: the next layer reads the same input as this one
+SAME_INPUT = -1  # in place of a norm's address: the next layer reads the same input as this one
 
 # The record of a model: sizes, then addresses, of which 0 is none. The embeddings [num_embeddings,
 # hidden] in the model's dtype; the float32 weight [hidden] of the norm before the first layer; the
