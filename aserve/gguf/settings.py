@@ -8,7 +8,7 @@ import numpy as np
 from aserve.errors import ConfigError
 from aserve.gguf.families import FAMILIES, WITH_EXPERTS, GgufFamily, Settings
 from aserve.gguf.metadata import Metadata
-from aserve.gguf.splits import BY_NAME
+from aserve.gguf.pre_tokenizers import PRE_TOKENIZERS
 
 # Texts of tokens behind which a model stops, whatever token the metadata name: those that
 # llama.cpp's `llama_vocab` adds to the ends of generation.
@@ -80,7 +80,7 @@ def config_of(file: Metadata, *, dtype: str, is_quantized: bool) -> Settings:
 
 def tokenizer_config_of(file: Metadata) -> Settings:
     """Returns tokenizer_config.json. The tokenizer itself is made of the GGUF file, and cuts texts
-    into words as `splits` say, if there are any.
+    into words by `pre_tokenizer`, if there is one.
     """
     kind, tokens = file.get("tokenizer.ggml.model"), _tokens(file)
     begins = kind == "llama" or file.get("tokenizer.ggml.pre") in BEGINS
@@ -92,8 +92,8 @@ def tokenizer_config_of(file: Metadata) -> Settings:
             settings[f"{name}_token"] = tokens[number]
     if kind == "gpt2":
         named = file.get("tokenizer.ggml.pre") or "default"
-        rule = BY_NAME.get(str(named))
-        settings["splits"] = {"name": named, **(msgspec.structs.asdict(rule) if rule else {})}
+        own = PRE_TOKENIZERS.get(str(named))
+        settings["pre_tokenizer"] = {"name": named, **(msgspec.structs.asdict(own) if own else {})}
     template = file.get("tokenizer.chat_template")
     if isinstance(template, str):
         settings["chat_template"] = template

@@ -216,25 +216,25 @@ def _convert_backend(model_dir: Path) -> Tokenizer:
             f"{model_dir}: the tokenizer is not a fast one; save it as tokenizer.json"
         )
     if is_gguf:
-        _set_splits(backend, model_dir)
+        _set_pre_tokenizer(backend, model_dir)
         _keep(backend, model_dir / "tokenizer.json")
     return backend
 
 
-def _set_splits(backend: Tokenizer, model_dir: Path) -> None:
-    """Makes a tokenizer of byte pairs cut texts into words by the rule that a GGUF file names."""
-    rule = read_json(model_dir / "tokenizer_config.json").get("splits")
-    if rule is None:
+def _set_pre_tokenizer(backend: Tokenizer, model_dir: Path) -> None:
+    """Gives a byte-level BPE tokenizer the pre-tokenizer that a GGUF file names."""
+    named = read_json(model_dir / "tokenizer_config.json").get("pre_tokenizer")
+    if named is None:
         return
-    if "patterns" not in rule:
+    if "patterns" not in named:
         raise ConfigError(
-            f"{model_dir / GGUF}: tokenizer.ggml.pre is {rule['name']!r}, and how it cuts texts "
+            f"{model_dir / GGUF}: tokenizer.ggml.pre is {named['name']!r}, and how it cuts texts "
             "into words is not known here; --tokenizer takes the tokenizer of the original model"
         )
-    patterns = [Split(Regex(pattern), "isolated") for pattern in rule["patterns"]]
+    patterns = [Split(Regex(pattern), "isolated") for pattern in named["patterns"]]
     in_bytes = ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = Sequence([*patterns, in_bytes])
-    backend.model.ignore_merges = rule["ignores_merges"]
+    backend.model.ignore_merges = named["ignores_merges"]
 
 
 def _keep(backend: Tokenizer, path: Path) -> None:

@@ -99,7 +99,7 @@ def test_texts_are_cut_into_words_as_the_file_names_it(
     assert backend.model.ignore_merges == (name in ("llama-bpe", "glm4", "tekken"))
 
 
-def test_an_unknown_rule_of_words_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_pre_tokenizer_is_refused(tmp_path: Path) -> None:
     others = {"tokenizer_pre": "words-of-tomorrow"}
     directory = gguf_model_dir(write_gguf(MODEL_DIR, tmp_path / "m.gguf", "llama", others=others))
     with pytest.raises(

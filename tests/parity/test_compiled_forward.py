@@ -245,6 +245,8 @@ def test_what_it_cannot_do_is_left_to_the_model(reference_of: ReferenceOf) -> No
     assert not fused_step.can_run(ForwardBatch.init_new(made, here.pools, in_tree))
     assert not fused_step.can_run(replace(plain, query_lens_cpu=np.array([1, FEW_TOKENS + 1])))
     assert fused_step.can_run(replace(plain, query_lens_cpu=np.array([FEW_TOKENS] * 3)))
+    latent = site(reference_of("deepseek3").directory, torch.float32)
+    assert make_compiled_forward(latent.model, latent.state) is None
 
 
 def executor_of(

@@ -129,6 +129,7 @@ def test_what_is_absent_has_the_families_defaults() -> None:
             "weight_block_size is [128]; expected two positive integers",
         ),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; expected at most 1.0"),
+        ({"rotary_dim": 10}, "rotary_dim is 10; expected at most 8, the elements of a head"),
         ({"partial_rotary_factor": 0.4}, "partial_rotary_factor rotates 3 of 8 elements of"),
         (
             {"rope_parameters": {"full_attention": {"partial_rotary_factor": 0.5}}},
@@ -192,6 +193,7 @@ def test_a_familys_defaults_count_where_a_name_is_absent_not_where_it_is_null() 
             {"head_dim": 16, "rope_parameters": {"partial_rotary_factor": 0.75}},
             {"head_dim": 16, "partial_rotary_factor": 0.75},
         ),
+        ({"head_dim": 16, "rotary_dim": 12}, {"head_dim": 16, "partial_rotary_factor": 0.75}),
         ({"rope_scaling": {**LONGROPE, "type": "su"}}, {"rope_scaling": LONGROPE}),
     ],
 )

@@ -22,7 +22,7 @@ from aserve.gpu.layers.plain_mlp import PlainMlp, relu2
 from aserve.gpu.moe.dispatch import LocalDispatcher
 from aserve.gpu.moe.layer import ExpertMlp, GatedExperts, SharedMlp
 from aserve.gpu.moe.routing import ExpertGroups, Scores
-from aserve_kernels.cpu.decoder_layers import Records
+from aserve_kernels.cpu.decoder_layers import NO_LIMIT, Records
 from aserve_kernels.cpu.expert_mlp import LOGITS, MIXTURE, SIGMOID, SOFTMAX, mixture_sizes
 from aserve_kernels.cpu.gated_mul import CLAMPED, KINDS, ONE, RELU2, Gate
 from aserve_kernels.cpu.product import PRODUCT
@@ -33,7 +33,6 @@ SCORES: Mapping[Scores, int] = {
     Scores.LOGITS: LOGITS,
 }
 NO_GROUPS = ExpertGroups(0, 0, 0)
-NO_LIMIT = np.float32(0)
 PerExpert: TypeAlias = LinearPerExpert | TiledExperts
 
 

@@ -35,7 +35,7 @@ DenseMlp: TypeAlias = GatedMlp | PlainMlp | ScaledMlp
 
 @dataclass(frozen=True, slots=True)
 class Sublayers:
-    """What one LAYER of the kernels computes: a mixer and an MLP, or one of the two."""
+    """One LAYER of the kernels computes a mixer and an MLP, or one of the two."""
 
     mixer: Mixer | None
     mlp: Mlp | None

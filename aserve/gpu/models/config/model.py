@@ -151,6 +151,8 @@ def _head_dim(fields: Fields, num_heads: int) -> int:
 
 def _rotary_dim(fields: Fields, head_dim: int) -> int:
     rotary_dim = fields.integer("rotary_dim", default=int(head_dim * rotary_part(fields)))
+    if rotary_dim > head_dim:
+        fields.refuse("rotary_dim", expected=f"at most {head_dim}, the elements of a head")
     if rotary_dim < 4 or rotary_dim % 2:
         raise ConfigError(
             f"{fields.source}: partial_rotary_factor rotates {rotary_dim} of {head_dim} "
