@@ -36,7 +36,8 @@ class PixelScale(msgspec.Struct, frozen=True):
 
 
 class Picture(msgspec.Struct, frozen=True):
-    """`rows` x `columns` tokens from the prompt's token `start` on. `pixels` are uint8
+    """`rows` x `columns` features, row by row, for tokens from the prompt's token `start` on. Some
+    models have a token of text behind each row: `num_breaks` is 1 there. `pixels` are uint8
     [rows * side, columns * side, 3], red, green and blue, where `side` is the model's."""
 
     rows: int
@@ -44,24 +45,33 @@ class Picture(msgspec.Struct, frozen=True):
     pixels: bytes
     scale: PixelScale
     digest: bytes  # of all of the above: equal pictures have equal features
+    num_breaks: int = 0
     start: int = 0
 
     @property
     def num_tokens(self) -> int:
-        return self.rows * self.columns
+        return self.rows * (self.columns + self.num_breaks)
 
     @property
     def end(self) -> int:
         return self.start + self.num_tokens
 
+    def features_of(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """int32 [n]: the feature of each token, counted from the first one; -1 for a break."""
+        row, column = np.divmod(tokens, self.columns + self.num_breaks)
+        found = np.where(column < self.columns, row * self.columns + column, -1)
+        return found.astype(np.int32)
 
-def make_picture(pixels: npt.NDArray[np.uint8], *, side: int, scale: PixelScale) -> Picture:
+
+def make_picture(
+    pixels: npt.NDArray[np.uint8], *, side: int, scale: PixelScale, num_breaks: int = 0
+) -> Picture:
     """pixels [height, width, 3], both multiples of `side`."""
     rows, columns = (size // side for size in pixels.shape[:2])
     data = np.ascontiguousarray(pixels).tobytes()
     facts = msgspec.msgpack.encode((rows, columns, scale))
     digest = blake2b(data, digest_size=DIGEST_BYTES, key=blake2b(facts).digest()).digest()
-    return Picture(rows, columns, data, scale, digest)
+    return Picture(rows, columns, data, scale, digest, num_breaks)
 
 
 def page_digests(pictures: Iterable[Picture], start: int, stop: int) -> bytes:

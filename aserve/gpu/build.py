@@ -499,9 +499,10 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
             pooler=parts.pooled.pooler,
         )
     )
-    if runner.pictures is not None and mode.caps.tree is not None:
+    if runner.pictures is not None and runner.pictures.has_axes and mode.caps.tree is not None:
         raise ConfigError(
-            "a model that reads pictures runs without draft trees; chains are supported",
+            "a model whose pictures have positions of three axes runs without draft trees; chains "
+            "are supported",
             param="speculative_algorithm",
         )
     spec = msgspec.structs.replace(

@@ -109,7 +109,7 @@ class PictureReader:
         num_tokens, num_pixels = len(prompt_ids), 0
         for source, data in zip(prompt.pictures, files, strict=True):
             with _opened(source, data) as image:
-                width, height = settings.resized(*image.size)
+                num_tokens += settings.num_tokens(*image.size)
                 num_pixels += image.width * image.height
             if num_pixels > MAX_PIXELS_IN_ALL:
                 raise invalid_picture(
@@ -117,7 +117,6 @@ class PictureReader:
                     f"the pictures up to this one have {num_pixels} pixels, and at most "
                     f"{MAX_PIXELS_IN_ALL} are allowed in one request",
                 )
-            num_tokens += width * height // settings.side**2
             if num_tokens > max_len:
                 raise ContextTooLong(
                     f"This model's maximum context length is {max_len} tokens. However, your "
@@ -128,14 +127,14 @@ class PictureReader:
             _picture(source, data, settings)
             for source, data in zip(prompt.pictures, files, strict=True)
         ]
-        return place_pictures(prompt_ids, pictures, settings.token_id)
+        return _place(prompt_ids, pictures, settings)
 
 
-def place_pictures(
-    prompt_ids: list[int], pictures: list[Picture], token_id: int
+def _place(
+    prompt_ids: list[int], pictures: list[Picture], settings: PictureSettings
 ) -> tuple[list[int], tuple[Picture, ...]]:
-    """A chat template writes `token_id` once for each picture."""
-    num_shown = prompt_ids.count(token_id)
+    """A chat template writes one token for each picture."""
+    num_shown = prompt_ids.count(settings.token_id)
     if num_shown != len(pictures):
         raise InvalidRequest(
             f"the messages have {len(pictures)} pictures, but the model's chat template shows "
@@ -146,11 +145,11 @@ def place_pictures(
     ids: list[int] = []
     placed: list[Picture] = []
     for prompt_id in prompt_ids:
-        if prompt_id != token_id:
+        if prompt_id != settings.token_id:
             ids.append(prompt_id)
             continue
         placed.append(msgspec.structs.replace(pictures[len(placed)], start=len(ids)))
-        ids += [token_id] * placed[-1].num_tokens
+        ids += settings.ids_of(placed[-1])
     return ids, tuple(placed)
 
 
@@ -214,7 +213,12 @@ def _picture(source: PictureSource, data: bytes, settings: PictureSettings) -> P
     resized = upright.resize(
         settings.resized(*upright.size), resample=Image.Resampling(settings.resample)
     )
-    return make_picture(np.asarray(resized), side=settings.side, scale=settings.scale)
+    return make_picture(
+        np.asarray(resized),
+        side=settings.side,
+        scale=settings.scale,
+        num_breaks=settings.num_breaks,
+    )
 
 
 def _turn_of(image: Image.Image) -> Turn | None:

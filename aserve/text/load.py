@@ -76,7 +76,9 @@ def load_text(model_dir: Path, options: ModelOptions) -> TextSide:
         backend = _load_backend(text_dir)
         tokenizer = _tokenizer_of(backend, text_dir, model_dir)
         pooling = load_pooling(model_dir, backend)
-        pictures = load_pictures(model_dir) if options.model_impl != "transformers" else None
+        pictures = None
+        if options.model_impl != "transformers":
+            pictures = load_pictures(model_dir, backend)
         return TextSide(tokenizer, template, defaults, parsers, pooling, pictures)
     logger.info("%s has no tokenizer: texts are token ids as decimal numbers", model_dir)
     return TextSide(load_numeric_tokenizer(model_dir), template or numeric_template(), defaults)
@@ -95,11 +97,16 @@ def _text_dir(model_dir: Path, options: ModelOptions) -> Path:
     return text_dir
 
 
-def load_pictures(model_dir: Path) -> PictureSettings | None:
-    config, processor = (
-        read_json(model_dir / f"{name}.json") for name in ("config", "preprocessor_config")
+def load_pictures(model_dir: Path, backend: Tokenizer) -> PictureSettings | None:
+    """NOTE: newer checkpoints have the settings of pictures in those of the whole processor."""
+    whole = read_json(model_dir / "processor_config.json").get("image_processor")
+    processor = read_json(model_dir / "preprocessor_config.json")
+    return picture_settings(
+        read_json(model_dir / "config.json"),
+        processor or (whole if isinstance(whole, dict) else {}),
+        where=str(model_dir),
+        token_id=backend.token_to_id,
     )
-    return picture_settings(config, processor, where=str(model_dir))
 
 
 def choose_parsers(template: ChatTemplate | None, options: ModelOptions) -> ParserNames:

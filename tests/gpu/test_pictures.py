@@ -39,12 +39,19 @@ from tests.parity.picture_models import (
 NUM_TOKENS = 12
 PENALTY = 100.0  # of a placeholder in the output, which transformers takes for a picture
 WIDE, HIGH, OTHER = random_picture(2, 5), random_picture(4, 3), random_picture(2, 5, seed=1)
-PROMPTS = {
-    "two": PicturePrompt.of(5, WIDE, 4, HIGH, 9),
-    "text": PicturePrompt.of(23),
-    "one": PicturePrompt.of(5, OTHER, 4),
-    "last": PicturePrompt.of(9, HIGH),
+PARTS: dict[str, tuple[int | Picture, ...]] = {
+    "two": (5, WIDE, 4, HIGH, 9),
+    "text": (23,),
+    "one": (5, OTHER, 4),
+    "last": (9, HIGH),
 }
+
+
+def prompts_of(kind: str) -> dict[str, PicturePrompt]:
+    return {name: PicturePrompt.of(*parts, kind=kind) for name, parts in PARTS.items()}
+
+
+PROMPTS = prompts_of("Qwen2VL")
 
 
 class Models(dict[str, tuple[CausalModel, dict[str, list[int]]]]):
@@ -57,7 +64,8 @@ class Models(dict[str, tuple[CausalModel, dict[str, list[int]]]]):
     def __missing__(self, kind: str) -> tuple[CausalModel, dict[str, list[int]]]:
         directory = self._directory / kind
         reference = save_picture_model(kind, directory).double()
-        expected = {name: _greedy(reference, prompt) for name, prompt in PROMPTS.items()}
+        prompts = prompts_of(kind)
+        expected = {name: _greedy(reference, prompt) for name, prompt in prompts.items()}
         model = load_model(directory, dtype="float64", max_model_len=MAX_MODEL_LEN)
         self[kind] = model, expected
         return self[kind]
@@ -68,7 +76,7 @@ def _greedy(reference: Any, prompt: PicturePrompt) -> list[int]:
     prompt that ends with a picture."""
     ids, tokens = prompt.ids, []
     for _ in range(NUM_TOKENS):
-        inputs = PicturePrompt(ids, prompt.pictures).inputs()
+        inputs = PicturePrompt(ids, prompt.pictures, prompt.kind).inputs()
         with torch.inference_mode():
             logits = reference(**inputs, use_cache=False).logits[0, -1]
             logits[IMAGE] -= PENALTY
@@ -126,13 +134,13 @@ def test_the_tokens_are_those_of_transformers(
     kind: str, setting: str, models: Models, encodings: Encodings
 ) -> None:
     model, expected = models[kind]
-    executor = make_executor(model, **SETTINGS[setting])
-    requests = [asked(name, prompt) for name, prompt in PROMPTS.items()]
+    executor, prompts = make_executor(model, **SETTINGS[setting]), prompts_of(kind)
+    requests = [asked(name, prompt) for name, prompt in prompts.items()]
     served = serve(executor, requests, chaos=len(setting))
     assert outputs_of(served) == expected
     assert served.num_resyncs == 0
     assert sorted(p.digest for p in encodings.seen) == sorted(
-        p.digest for prompt in PROMPTS.values() for p in prompt.pictures
+        p.digest for prompt in prompts.values() for p in prompt.pictures
     ), "each picture is encoded once"
 
 
@@ -176,7 +184,8 @@ def test_positions_go_on_behind_the_pictures_at_every_length(models: Models) -> 
     model, expected = models["Qwen3VL"]
     prompt, tokens = PROMPTS["two"], expected["two"]
     for num in range(1, NUM_TOKENS):
-        longer = PicturePrompt(torch.cat((prompt.ids, torch.tensor(tokens[:num]))), prompt.pictures)
+        ids = torch.cat((prompt.ids, torch.tensor(tokens[:num])))
+        longer = PicturePrompt(ids, prompt.pictures, prompt.kind)
         left = asked("a", longer, max_tokens=NUM_TOKENS - num)
         served = serve(make_executor(model, max_batched_tokens=16), [left])
         assert outputs_of(served) == {"a": tokens[num:]}
@@ -190,7 +199,7 @@ def test_b23_windows_behind_pictures_have_their_positions_beside_rows_of_text(
     """Every third predicted token is wrong."""
     model, expected = models[kind]
     requests = []
-    for name, prompt in PROMPTS.items():
+    for name, prompt in prompts_of(kind).items():
         guess = [token + (place % 3 == 2) for place, token in enumerate(expected[name])]
         made = asked(name, prompt)
         requests.append(msgspec.structs.replace(made, prediction_ids=pack_i32(guess)))
@@ -208,7 +217,7 @@ def test_trees_of_drafts_are_refused_because_their_positions_have_one_axis(model
     model, _ = models["Qwen2VL"]
     mode = Autoregressive()
     mode.caps = DecodeCaps(max_tokens_per_step=3, tree=DraftTree(max_depth=1))
-    with pytest.raises(ConfigError, match="reads pictures runs without draft trees"):
+    with pytest.raises(ConfigError, match="three axes runs without draft trees"):
         make_executor(model, mode=mode)
 
 

@@ -42,7 +42,7 @@ async def test_each_description_names_what_clients_look_for(echo: EchoEngine) ->
 
 async def test_model_info_says_what_the_model_is_for(echo: EchoEngine) -> None:
     config = {"architectures": ["Qwen2VLForConditionalGeneration"], "image_token_id": 7}
-    settings = picture_settings(config, {}, where="model")
+    settings = picture_settings(config, {}, where="model", token_id=lambda _name: None)
     limits = PromptLimits(MAX_MODEL_LEN, echo.tokenizer.vocab_size)
     for pictures, task in ((None, "generate"), (PictureReader(settings), "embed")):
         echo.state.settings.spec = msgspec.structs.replace(SPEC, task=task)

@@ -1,4 +1,4 @@
-"""Tiny random Qwen-VL models of transformers, and pictures for them."""
+"""Tiny random models of transformers that read pictures, and pictures for them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ TEXT: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+ROPE = {"rope_type": "default", "rope_theta": 100.0}
 VISION: dict[str, Any] = {
     "depth": 3,
     "num_heads": 4,
@@ -87,6 +89,26 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "Qwen3_5": (HYBRID, NEW_VISION),
     "Qwen3_5Moe": ({**HYBRID, **EXPERTS}, NEW_VISION),
+    "Mistral3": (
+        {"model_type": "mistral", "head_dim": 16, "sliding_window": None, "rope_parameters": ROPE},
+        {
+            "model_type": "pixtral",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+        },
+    ),
+}
+BREAKS = {"Mistral3": (154, 155)}  # behind each row of a picture, and behind the last one
+# Fields of the whole configuration.
+WHOLE: dict[str, dict[str, Any]] = {
+    "Mistral3": {
+        "image_token_index": IMAGE,
+        "spatial_merge_size": MERGE,
+        "multimodal_projector_bias": True,
+        "tie_word_embeddings": False,
+    }
 }
 
 
@@ -97,7 +119,7 @@ def save_picture_model(kind: str, directory: Path) -> Any:
     text, vision = KINDS[kind]
     model_class: Any = getattr(transformers, f"{kind}ForConditionalGeneration")
     config = model_class.config_class(
-        text_config={**TEXT, **text}, vision_config={**VISION, **vision}, **IDS
+        text_config={**TEXT, **text}, vision_config={**VISION, **vision}, **WHOLE.get(kind, IDS)
     )
     config._attn_implementation = config._experts_implementation = "eager"
     torch.manual_seed(1)
@@ -123,26 +145,34 @@ def random_picture(rows: int, columns: int, seed: int = 0) -> Picture:
 class PicturePrompt:
     ids: Tensor  # int64 [tokens]
     pictures: tuple[Picture, ...]  # with their places
+    kind: str
 
     @classmethod
-    def of(cls, *parts: int | Picture) -> PicturePrompt:
+    def of(cls, *parts: int | Picture, kind: str = "Qwen2VL") -> PicturePrompt:
         """A number stands for so many tokens of text."""
-        import msgspec
-
         ids: list[int] = []
         pictures = []
+        breaks = BREAKS.get(kind)
         for part in parts:
             if isinstance(part, int):
                 ids += [3 + (7 * len(ids) + i * i) % 140 for i in range(part)]
                 continue
-            pictures.append(msgspec.structs.replace(part, start=len(ids)))
-            ids += [IMAGE] * part.num_tokens
-        return cls(torch.tensor(ids), tuple(pictures))
+            num_breaks = 0 if breaks is None else 1
+            pictures.append(msgspec.structs.replace(part, start=len(ids), num_breaks=num_breaks))
+            if breaks is None:
+                ids += [IMAGE] * part.num_tokens
+                continue
+            rows = [[*[IMAGE] * part.columns, breaks[0]] for _ in range(part.rows)]
+            rows[-1][-1] = breaks[1]
+            ids += [number for row in rows for number in row]
+        return cls(torch.tensor(ids), tuple(pictures), kind)
 
     def inputs(self) -> dict[str, Tensor]:
         """The arguments of transformers' forward."""
         if not self.pictures:
             return {"input_ids": self.ids[None]}
+        if self.kind == "Mistral3":
+            return {"input_ids": self.ids[None], **_pixels(self.pictures)}
         patches = [_patches(picture) for picture in self.pictures]
         grids = [[1, MERGE * p.rows, MERGE * p.columns] for p in self.pictures]
         return {
@@ -153,11 +183,26 @@ class PicturePrompt:
         }
 
 
+def _array(picture: Picture) -> Any:
+    shape = (picture.rows * SIDE, picture.columns * SIDE, 3)
+    return np.frombuffer(picture.pixels, np.uint8).reshape(shape)
+
+
+def _pixels(pictures: tuple[Picture, ...]) -> dict[str, Tensor]:
+    """By transformers' processor of Pixtral, which pads smaller pictures."""
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+    processor = PixtralImageProcessorPil(
+        patch_size=SIDE, do_resize=False, image_mean=list(SCALE.mean), image_std=list(SCALE.std)
+    )
+    made = processor(images=[*map(_array, pictures)], return_tensors="pt")
+    return {name: made[name] for name in ("pixel_values", "image_sizes")}
+
+
 def _patches(picture: Picture) -> Tensor:
     """By transformers' own picture processor, which finds the size as it should be."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    shape = (picture.rows * SIDE, picture.columns * SIDE, 3)
     processor = Qwen2VLImageProcessorPil(
         patch_size=PATCH,
         merge_size=MERGE,
@@ -165,6 +210,5 @@ def _patches(picture: Picture) -> Tensor:
         image_mean=list(SCALE.mean),
         image_std=list(SCALE.std),
     )
-    pixels = np.frombuffer(picture.pixels, np.uint8).reshape(shape)
-    values: Tensor = processor(images=[pixels], return_tensors="pt")["pixel_values"]
+    values: Tensor = processor(images=[_array(picture)], return_tensors="pt")["pixel_values"]
     return values

@@ -1,5 +1,5 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL against transformers: random weights, two pictures of different
-shapes, one prompt, whole and in chunks that cut a picture."""
+"""Models that read pictures against transformers: random weights, two pictures of different shapes,
+one prompt, whole and in chunks that cut a picture."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from aserve.picture import rope_offsets
 from tests.load_model import load_model
 from tests.parity.dense_attend import DenseAttend, logits_of
 from tests.parity.picture_models import (
+    IMAGE,
     KINDS,
     MAX_MODEL_LEN,
     PicturePrompt,
@@ -23,21 +24,23 @@ from tests.parity.picture_models import (
 )
 
 # One picture is wide, the other one is high; the windows of Qwen2.5-VL are cut at two edges.
-PROMPT = PicturePrompt.of(5, random_picture(2, 5), 4, random_picture(3, 1), 9)
+PARTS = (5, random_picture(2, 5), 4, random_picture(3, 1), 9)
 
 
 @torch.inference_mode()
 def picture_logits(model: VisionLanguageModel, prompt: PicturePrompt, chunks: list[int]) -> Tensor:
-    offsets = torch.from_numpy(rope_offsets(prompt.pictures)).long()
-    places = torch.arange(len(prompt.ids))
-    positions = places + offsets[:, places.clamp(max=offsets.shape[1] - 1)]
-    at = torch.cat([torch.arange(p.start, p.end) for p in prompt.pictures])
+    places = positions = torch.arange(len(prompt.ids))
+    if model.has_axes:
+        offsets = torch.from_numpy(rope_offsets(prompt.pictures)).long()
+        positions = places + offsets[:, places.clamp(max=offsets.shape[1] - 1)]
+    at = (prompt.ids == IMAGE).nonzero().squeeze(1)
     values = torch.cat([model.encode(p) for p in prompt.pictures], dim=1)
     attend, logits = DenseAttend(), []
     for part in places.split(chunks):
         inside = (at >= part[0]) & (at <= part[-1])
         features = TokenFeatures(at[inside] - part[0], values[:, inside])
-        hidden = model.forward_with_pictures(prompt.ids[part], positions[:, part], attend, features)
+        own = positions[..., part]
+        hidden = model.forward_with_pictures(prompt.ids[part], own, attend, features)
         logits.append(model.logits(hidden))
     return torch.cat(logits)
 
@@ -45,15 +48,16 @@ def picture_logits(model: VisionLanguageModel, prompt: PicturePrompt, chunks: li
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
     reference = save_picture_model(kind, tmp_path)
+    prompt = PicturePrompt.of(*PARTS, kind=kind)
     with torch.inference_mode():
-        expected = reference(**PROMPT.inputs()).logits[0]
-        text = reference(input_ids=PROMPT.ids[None, :5]).logits[0]
+        expected = reference(**prompt.inputs()).logits[0]
+        text = reference(input_ids=prompt.ids[None, :5]).logits[0]
     model = load_model(tmp_path, max_model_len=MAX_MODEL_LEN)
     assert isinstance(model, VisionLanguageModel)
-    for chunks in ([len(PROMPT.ids)], [8, 1, 7, 4, len(PROMPT.ids) - 20]):
-        logits = picture_logits(model, PROMPT, chunks)
+    for chunks in ([len(prompt.ids)], [8, 1, 7, 4, len(prompt.ids) - 20]):
+        logits = picture_logits(model, prompt, chunks)
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0.0)
-    torch.testing.assert_close(logits_of(model, PROMPT.ids[:5]), text, atol=1e-4, rtol=0.0)
+    torch.testing.assert_close(logits_of(model, prompt.ids[:5]), text, atol=1e-4, rtol=0.0)
 
 
 @pytest.mark.parametrize(

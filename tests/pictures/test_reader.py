@@ -22,14 +22,16 @@ from aserve.messages.requests import ChatPrompt
 from aserve.picture import Picture, PictureSource
 from aserve.pictures.reader import MAX_PICTURES, PictureReader
 from aserve.pictures.settings import CLIP_MEAN, CLIP_STD, PictureSettings, picture_settings
+from aserve.pictures.sizes import PixelBounds
 
 TOKEN = 7
 QWEN2 = {"architectures": ["Qwen2VLForConditionalGeneration"], "image_token_id": TOKEN}
+IDS = {"[IMG_BREAK]": 8, "[IMG_END]": 9}
 LIMITS: dict[str, Any] = {"min_pixels": 8 * 28 * 28, "max_pixels": 40 * 28 * 28}
 
 
 def settings_of(**processor: Any) -> PictureSettings:
-    settings = picture_settings(QWEN2, {**LIMITS, **processor}, where="model")
+    settings = picture_settings(QWEN2, {**LIMITS, **processor}, where="model", token_id=IDS.get)
     assert settings is not None
     return settings
 
@@ -218,7 +220,10 @@ def test_a_prompt_that_pictures_make_too_long_is_refused_before_it_is_decoded() 
 
 
 def test_only_some_models_read_pictures() -> None:
-    assert picture_settings({"architectures": ["LlamaForCausalLM"]}, {}, where="m") is None
+    assert (
+        picture_settings({"architectures": ["LlamaForCausalLM"]}, {}, where="m", token_id=IDS.get)
+        is None
+    )
     source = PictureSource(SMALL, "messages[0].content[1]", "image_url")
     with pytest.raises(ClientError, match="supports text input only") as caught:
         PictureReader().check(ChatPrompt(b"[]", pictures=(source,)))
@@ -226,11 +231,54 @@ def test_only_some_models_read_pictures() -> None:
 
 
 def test_settings_have_the_defaults_of_transformers_and_must_fit_the_model() -> None:
-    settings = picture_settings(QWEN2, {}, where="model")
+    settings = picture_settings(QWEN2, {}, where="model", token_id=IDS.get)
     assert settings is not None
     assert (settings.scale.mean, settings.scale.std) == (CLIP_MEAN, CLIP_STD)
-    assert (settings.side, settings.min_pixels, settings.max_pixels) == (28, 3136, 1003520)
+    assert (settings.side, settings.size) == (28, PixelBounds(3136, 1003520))
     newer = settings_of(min_pixels=None, size={"shortest_edge": 10, "longest_edge": 9000})
-    assert (newer.min_pixels, newer.max_pixels) == (10, LIMITS["max_pixels"])
+    assert newer.size == PixelBounds(10, LIMITS["max_pixels"])
     with pytest.raises(ConfigError, match="has patches of 16"):
         settings_of(patch_size=16)
+
+
+MISTRAL3 = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "image_token_index": TOKEN,
+    "spatial_merge_size": 2,
+    "vision_config": {"patch_size": 14},
+}
+
+
+def test_rows_of_a_picture_end_with_breaks() -> None:
+    settings = picture_settings(MISTRAL3, {}, where="model", token_id=IDS.get)
+    ids, (picture, _) = read(
+        url_of(drawn(30, 28)), url_of(drawn(28, 57)), settings=settings, room=17
+    )
+    high = [TOKEN, 8, TOKEN, 8, TOKEN, 9]
+    assert ids == [1, TOKEN, TOKEN, 9, 2, *high, 3]
+    assert (picture.rows, picture.columns, picture.num_tokens) == (1, 2, 3)
+    with pytest.raises(ClientError, match="at least 14 tokens"):
+        read(url_of(drawn(30, 28)), url_of(drawn(28, 57)), settings=settings, room=13)
+
+
+@pytest.mark.parametrize(
+    ("width", "height"),
+    [(1, 1), (28, 29), (1540, 1540), (1541, 300), (3000, 2000), (999, 4001), (7, 12_000)],
+)
+def test_pixtral_resizes_as_transformers_does(width: int, height: int) -> None:
+    from transformers.models.pixtral.image_processing_pil_pixtral import (
+        get_resize_output_image_size,
+    )
+
+    settings = picture_settings(MISTRAL3, {}, where="model", token_id=IDS.get)
+    assert settings is not None
+    expected = get_resize_output_image_size(
+        torch.zeros(3, height, width), size=(1540, 1540), patch_size=(28, 28)
+    )
+    found = settings.resized(width, height)
+    assert found == (max(28, expected[1]), max(28, expected[0]))
+
+
+def test_a_tokenizer_without_the_breaks_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"lacks one of \[IMG_BREAK\], \[IMG_END\]"):
+        picture_settings(MISTRAL3, {}, where="model", token_id={"[IMG_END]": 9}.get)

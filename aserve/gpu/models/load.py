@@ -36,6 +36,7 @@ from aserve.gpu.models.registry import (
 from aserve.gpu.models.sharding import check_sharding, rank_config, shard_of
 from aserve.gpu.models.stages import for_stage
 from aserve.gpu.models.transformers.loader import make_transformers_loader
+from aserve.gpu.models.vision_language import VisionLanguageFamily
 from aserve.gpu.weights.checkpoint import Checkpoint, Rename, as_stored
 from aserve.gpu.weights.dummy import DummyWeights
 from aserve.gpu.weights.inventory import Inventory, check_fit
@@ -169,7 +170,7 @@ def make_loader(
         case EncoderFamily() | PooledDecoderFamily():
             default_len = family.context_len(config)
             return NativeLoader(model_dir, family, config, family.own_name, default_len), code
-        case DecoderFamily():
+        case DecoderFamily() | VisionLanguageFamily():
             return NativeLoader(model_dir, family, config, family.own_name), code
         case _:
             return NativeLoader(model_dir, family, config), code

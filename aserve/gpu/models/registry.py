@@ -321,12 +321,13 @@ FAMILIES: Mapping[str, Family] = {
         mistral.mistral,
         mistral.DEFAULTS,
     ),
-    "Mistral3ForConditionalGeneration": DecoderFamily(
+    "Mistral3ForConditionalGeneration": VisionLanguageFamily(
         "Mistral Small 3",
-        "as Mistral, from a checkpoint that reads pictures too; these are refused",
+        "as Mistral, and pictures by the vision transformer of Pixtral",
         mistral.mistral3,
+        mistral.pixtral,
         mistral.SMALL3_DEFAULTS,
-        text_name,
+        mistral.own_name,
     ),
     "MistralForSequenceClassification": PooledDecoderFamily(
         "Mistral (classifier)",
@@ -480,14 +481,14 @@ FAMILIES: Mapping[str, Family] = {
         "as Qwen3.5 (text), and pictures as in Qwen3-VL, without deepstack",
         qwen_vl.qwen3_5_text,
         qwen_vl.qwen3_5_vision,
-        qwen_vl.QWEN3_5_DEFAULTS,
+        qwen3_next.DEFAULTS,
     ),
     "Qwen3_5MoeForConditionalGeneration": VisionLanguageFamily(
         "Qwen3.5-MoE",
         "as Qwen3.5, with experts as in Qwen2-MoE",
         qwen_vl.qwen3_5_moe_text,
         qwen_vl.qwen3_5_vision,
-        qwen_vl.QWEN3_5_MOE_DEFAULTS,
+        qwen3_next.MOE_DEFAULTS,
     ),
     "Qwen3_5MoeForCausalLM": DecoderFamily(
         "Qwen3.5-MoE (text)",

@@ -17,6 +17,7 @@ from aserve.gpu.models.config.model import ModelConfig
 from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.models.decoder_spec import DecoderSpec
 from aserve.gpu.models.vision.encoder import VisionEncoder, VisionSpec, cut_patches
+from aserve.gpu.weights.checkpoint import Rename, as_stored
 from aserve.gpu.weights.source import WeightSource
 from aserve.picture import Picture
 
@@ -34,8 +35,8 @@ class VisionLanguageModel:
 
     __slots__ = (
         "dtype",
+        "has_axes",
         "hidden_size",
-        "image_token_id",
         "layers",
         "max_model_len",
         "recurrent_layers",
@@ -44,10 +45,11 @@ class VisionLanguageModel:
         "vocab_size",
     )
 
-    def __init__(self, text: Decoder, vision: VisionEncoder, *, image_token_id: int) -> None:
+    def __init__(self, text: Decoder, vision: VisionEncoder, *, has_axes: bool) -> None:
+        """With `has_axes`, tokens have rotary positions on several axes."""
         self.text = text
         self.vision = vision
-        self.image_token_id = image_token_id
+        self.has_axes = has_axes
         self.layers, self.recurrent_layers = text.layers, text.recurrent_layers
         self.vocab_size = text.vocab_size
         self.hidden_size = text.hidden_size
@@ -78,14 +80,21 @@ class VisionLanguageModel:
         return self.vision(patches, rows=rows, columns=columns)
 
     def forward_with_pictures(
-        self, input_ids: Tensor, positions: Tensor, attend: Attend, features: TokenFeatures
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        features: TokenFeatures,
+        capture: HiddenCapture | None = None,
     ) -> Tensor:
         """Does what `forward` does, with the features of pictures at their tokens."""
-        text = self.text
-        cos_sin = [rotary.at(positions) for rotary in text.rotaries]
+        text, deep = self.text, features.values[1:]
         hidden = text.embed(input_ids).index_copy(0, features.tokens, features.values[0])
+        if not len(deep):
+            return text.run(hidden, positions, attend, capture)
+        assert capture is None, "no drafter reads a model with deepstack"
+        cos_sin = [rotary.at(positions) for rotary in text.rotaries]
         normed = text.first_norm(hidden)
-        deep = features.values[1:]
         for index, block in enumerate(text.blocks):
             hidden, normed = block.attended(hidden, normed, cos_sin[block.rotary], attend)
             change = block.after_mlp(block.mlp(normed))
@@ -111,12 +120,14 @@ class VisionLanguageFamily:
     text: Callable[[ModelConfig], DecoderSpec]
     vision: Callable[[ModelConfig], VisionSpec]
     defaults: Mapping[str, object]
+    own_name: Rename = as_stored
 
     def build(
         self, config: ModelConfig, weights: WeightSource, *, max_model_len: int
     ) -> VisionLanguageModel:
+        spec = self.text(config)
         return VisionLanguageModel(
-            Decoder(self.text(config), weights, max_model_len=max_model_len),
+            Decoder(spec, weights, max_model_len=max_model_len),
             VisionEncoder(self.vision(config), weights),
-            image_token_id=config.fields.integer("image_token_id"),
+            has_axes=bool(spec.rope_axes),
         )

@@ -97,8 +97,8 @@ class DraftRequest:
             )
 
     def refuse_pictures(self) -> None:
-        """Refuses a target that reads pictures, for a drafter that reads the target."""
-        if isinstance(self.target, VisionLanguageModel):
+        """Refuses a target whose pictures move rotary positions, for a drafter that reads it."""
+        if isinstance(self.target, VisionLanguageModel) and self.target.has_axes:
             raise ConfigError(
                 f"--speculative-algorithm {self.options.algorithm} does not draft for a model that "
                 "reads pictures, whose tokens have positions of three axes; take NGRAM, STANDALONE "

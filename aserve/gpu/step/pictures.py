@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -29,26 +30,23 @@ OFFSETS, TOKENS = "rope_offsets", "picture_tokens"  # of the staged arrays
 
 
 class Part(NamedTuple):
-    """The tokens of a picture that one step computes."""
+    """The tokens of a picture that one step computes and that have features."""
 
     row: int
     picture: Picture
-    first: int  # index of its first token in the step
-    skipped: int  # tokens of the picture before this part
-    num_tokens: int
-
-    @property
-    def is_last(self) -> bool:
-        return self.skipped + self.num_tokens == self.picture.num_tokens
+    tokens: npt.NDArray[np.int32]  # their indices in the step
+    features: npt.NDArray[np.int32]  # their indices in the picture
+    is_last: bool  # whether the step computes the picture's last token
 
 
 class PictureRows:
     """Written by the executor's thread. `forward` needs no other state than its batch."""
 
-    __slots__ = ("_features", "_model", "_offsets", "_pictures")
+    __slots__ = ("_features", "_model", "_offsets", "_pictures", "has_axes")
 
     def __init__(self, model: VisionLanguageModel) -> None:
         self._model = model
+        self.has_axes = model.has_axes  # of rotary positions, which pictures move
         self._offsets: dict[int, ArrayI32] = {}  # by row: see rope_offsets
         self._pictures: dict[int, tuple[Picture, ...]] = {}  # that a prefill has not passed yet
         self._features: dict[tuple[int, int], Tensor] = {}  # by row and start of the picture
@@ -62,32 +60,30 @@ class PictureRows:
         """Adds the arrays that `applied` reads: offsets in every step, so that a captured step has
         them, and the tokens of pictures where there are some."""
         self._write(plan.batch.row_inits)
-        arrays.add(OFFSETS, self._offsets_of(plan).reshape(-1))
-        tokens = [
-            np.arange(p.first, p.first + p.num_tokens, dtype=np.int32) for p in self._parts(plan)
-        ]
+        if self.has_axes:
+            arrays.add(OFFSETS, self._offsets_of(plan).reshape(-1))
+        tokens = [part.tokens for part in self._parts(plan)]
         if tokens:
             arrays.add(TOKENS, np.concatenate(tokens))
 
     def applied(self, step: DeviceStep) -> DeviceStep:
         """Returns the step with its rotary positions, and with the features of its pictures."""
         batch = step.batch
-        offsets = step.arrays.ints(OFFSETS).view(NUM_AXES, -1)
+        if self.has_axes:
+            offsets = step.arrays.ints(OFFSETS).view(NUM_AXES, -1)
+            batch = dataclasses.replace(batch, rope_override=batch.cache_positions + offsets)
         parts = [*self._parts(step.plan)]
-        features = None
         if parts:
             values = torch.cat([self._values(part) for part in parts], dim=1)
             features = TokenFeatures(step.arrays.ints(TOKENS), values)
             self._forget_passed(step.plan)
-        batch = dataclasses.replace(
-            batch, rope_override=batch.cache_positions + offsets, features=features
-        )
+            batch = dataclasses.replace(batch, features=features)
         return dataclasses.replace(step, batch=batch)
 
     def forward(self, batch: ForwardBatch, attend: Attend) -> Tensor:
         assert batch.features is not None
         return self._model.forward_with_pictures(
-            batch.input_ids, batch.rope_positions, attend, batch.features
+            batch.input_ids, batch.rope_positions, attend, batch.features, batch.capture
         )
 
     def _write(self, inits: Iterable[RowInit]) -> None:
@@ -97,7 +93,8 @@ class PictureRows:
             self._offsets.pop(init.row, None)
             if init.pictures:
                 self._pictures[init.row] = init.pictures
-                self._offsets[init.row] = rope_offsets(init.pictures)
+                if self.has_axes:
+                    self._offsets[init.row] = rope_offsets(init.pictures)
 
     def _offsets_of(self, plan: StepPlan) -> ArrayI32:
         """int32 [axes, tokens]. NOTE: a KV length that is only a bound belongs to a row that has
@@ -114,17 +111,23 @@ class PictureRows:
             for picture in self._pictures[row]:
                 low, high = max(start, picture.start), min(stop, picture.end)
                 if low < high:
-                    yield Part(row, picture, first + low - start, low - picture.start, high - low)
+                    places = np.arange(low, high, dtype=np.int32)
+                    features = picture.features_of(places - picture.start)
+                    tokens = (first - start + places)[features >= 0]
+                    is_last = high == picture.end
+                    yield Part(row, picture, tokens, features[features >= 0], is_last)
 
     def _values(self, part: Part) -> Tensor:
-        """[1 + deep layers, tokens, hidden] of the part's tokens."""
+        """[1 + deep layers, tokens, hidden]: the features of the part's tokens."""
         key = (part.row, part.picture.start)
         features = self._features.pop(key, None)
         if features is None:
             features = self._model.encode(part.picture)
         if not part.is_last:
             self._features[key] = features
-        return features[:, part.skipped : part.skipped + part.num_tokens]
+        # A part's features are neighbours.
+        first = int(part.features[0]) if len(part.features) else 0
+        return features[:, first : first + len(part.features)]
 
     def _forget_passed(self, plan: StepPlan) -> None:
         """Drops the pixels of pictures whose last token was computed."""

@@ -32,6 +32,7 @@ from aserve.gpu.kv.layer_groups import Mask
 from aserve.gpu.kv.store import FP8
 from aserve.gpu.models.base import CausalModel, HiddenCapture
 from aserve.gpu.models.decoder import Decoder
+from aserve.gpu.models.vision_language import VisionLanguageModel
 from aserve.gpu.parallel.stages import StagedDecoder
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.gpu.step.plan import LogitsPlan, StepPlan, are_among
@@ -91,7 +92,11 @@ class CompiledForward:
 
     def can_run(self, batch: ForwardBatch) -> bool:
         is_plain = batch.rope_override is None and batch.tree_mask is None
-        return bool(is_plain and batch.query_lens_cpu.max(initial=0) <= FEW_TOKENS)
+        return bool(
+            is_plain
+            and batch.features is None
+            and batch.query_lens_cpu.max(initial=0) <= FEW_TOKENS
+        )
 
     def run(self, batch: ForwardBatch) -> Tensor:
         stage = self._stage
@@ -219,6 +224,8 @@ def _fill(capture: HiddenCapture | None, streams: Tensor) -> None:
 
 
 def make_compiled_forward(model: CausalModel, state: DeviceState) -> CompiledForward | None:
+    if isinstance(model, VisionLanguageModel) and not model.has_axes:
+        model = model.text
     if not isinstance(model, Decoder | StagedDecoder):
         return None
     if state.pools.dtype not in (model.dtype, torch.bfloat16, FP8):

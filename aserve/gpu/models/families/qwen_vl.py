@@ -16,14 +16,13 @@ from functools import partial
 
 import msgspec
 
-from aserve.gpu.models.config.fields import Fields
 from aserve.gpu.models.config.model import ModelConfig
 from aserve.gpu.models.config.rope import rope_axes
 from aserve.gpu.models.decoder_spec import DecoderSpec
 from aserve.gpu.models.families import qwen2, qwen3, qwen3_next
 from aserve.gpu.models.vision.encoder import VisionSpec
 from aserve.gpu.models.vision.layers import (
-    VISION_ACTIVATIONS,
+    activation_of,
     gated_mlp,
     layer_norm,
     merger,
@@ -32,15 +31,8 @@ from aserve.gpu.models.vision.layers import (
 )
 from aserve.picture import NUM_AXES
 
-QWEN2_DEFAULTS = {
-    **qwen2.DEFAULTS,
-    "image_token_id": 151655,
-    "rope_theta": 1_000_000.0,
-}
-QWEN3_DEFAULTS = {**qwen3.DEFAULTS, "image_token_id": 151655, "rope_theta": 5_000_000.0}
-PICTURE = {"image_token_id": 248056}
-QWEN3_5_DEFAULTS = {**qwen3_next.DEFAULTS, **PICTURE}
-QWEN3_5_MOE_DEFAULTS = {**qwen3_next.MOE_DEFAULTS, **PICTURE}
+QWEN2_DEFAULTS = {**qwen2.DEFAULTS, "rope_theta": 1_000_000.0}
+QWEN3_DEFAULTS = {**qwen3.DEFAULTS, "rope_theta": 5_000_000.0}
 OLD_MERGER = ("ln_q", "mlp.0", "mlp.2")
 NEW_MERGER = ("norm", "linear_fc1", "linear_fc2")
 
@@ -74,7 +66,7 @@ def qwen2_vision(config: ModelConfig) -> VisionSpec:
         patch_size=fields.integer("patch_size", default=14),
         frames=fields.integer("temporal_patch_size", default=2),
         merge_size=fields.integer("spatial_merge_size", default=2),
-        activation=_activation(fields, "quick_gelu"),
+        activation=activation_of(fields, "hidden_act", "quick_gelu"),
         norm=layer_norm,
         mlp=partial(plain_mlp, names=("fc1", "fc2")),
         merger=make_merger,
@@ -99,7 +91,7 @@ def qwen2_5_vision(config: ModelConfig) -> VisionSpec:
         patch_size=patch_size,
         frames=fields.integer("temporal_patch_size", default=2),
         merge_size=merge_size,
-        activation=_activation(fields, "silu"),
+        activation=activation_of(fields, "hidden_act", "silu"),
         norm=rms_norm,
         mlp=gated_mlp,
         merger=make_merger,
@@ -123,7 +115,7 @@ def qwen3_vision(config: ModelConfig) -> VisionSpec:
         patch_size=fields.integer("patch_size", default=16),
         frames=fields.integer("temporal_patch_size", default=2),
         merge_size=fields.integer("spatial_merge_size", default=2),
-        activation=_activation(fields, "gelu_pytorch_tanh"),
+        activation=activation_of(fields, "hidden_act", "gelu_pytorch_tanh"),
         norm=layer_norm,
         mlp=partial(plain_mlp, names=("linear_fc1", "linear_fc2")),
         merger=partial(merger, names=NEW_MERGER),
@@ -140,10 +132,3 @@ def qwen3_5_vision(config: ModelConfig) -> VisionSpec:
 
 def _axes(config: ModelConfig) -> tuple[int, ...]:
     return rope_axes(config.fields, num_pairs=config.rotary_dim // 2, axes=NUM_AXES)
-
-
-def _activation(fields: Fields, default: str) -> str:
-    name = fields.text("hidden_act", default=default)
-    if name not in VISION_ACTIVATIONS:
-        fields.refuse("hidden_act", expected=" or ".join(VISION_ACTIVATIONS))
-    return name

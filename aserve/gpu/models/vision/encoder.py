@@ -1,16 +1,18 @@
-"""The vision transformer of Qwen2-VL, Qwen2.5-VL and Qwen3-VL. `VisionSpec` says how they differ.
+"""The vision transformer of Qwen-VL and of Mistral Small 3 (Pixtral). `VisionSpec` says how they
+differ.
 
 A picture is cut into patches. Each becomes one hidden state, all of a picture see each other (or
 those of a window do), and a square of `merge_size` x `merge_size` hidden states becomes one token:
 
     h = patches W^T + b + positions
     h = h + attention(norm1(h));  h = h + mlp(norm2(h))       for each block
-    y = W2 gelu(W1 norm(h))                                   over the joined states of a square
+    y = merger(h)                                             of the states of each square
 
 Patches come square by square, and so do all tensors here. Queries and keys are rotated by RoPE on
 two axes: half of the pairs use the row of the patch, the other half its column.
 
-Source: modeling_qwen2_vl.py, modeling_qwen2_5_vl.py and modeling_qwen3_vl.py in transformers.
+Source: modeling_qwen2_vl.py, modeling_qwen2_5_vl.py, modeling_qwen3_vl.py and modeling_pixtral.py
+in transformers.
 """
 
 from __future__ import annotations
@@ -28,8 +30,6 @@ from aserve.gpu.layers.rope import RopeInputs, apply_rope
 from aserve.gpu.weights.source import WeightSource, wide_dtype
 
 CHANNELS = 3
-NORM_EPS = 1e-6
-THETA = 10_000.0  # of the rotary positions
 
 Layer: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -37,6 +37,24 @@ Layer: TypeAlias = Callable[[Tensor], Tensor]
 class MakeLayer(Protocol):
     def __call__(self, prefix: str, spec: VisionSpec, weights: WeightSource, /) -> Layer:
         """Builds the layer whose weights begin with `prefix`."""
+
+
+class VisionRope(msgspec.Struct, frozen=True):
+    """Rotary positions of patches. With frequencies `theta ** (-2 i / head_dim)`, rows use those of
+    even `i`, and columns the same ones, or those of odd `i` if they have their own."""
+
+    theta: float = 10_000.0
+    has_column_frequencies: bool = False
+
+    def table(self, grid: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+        """grid int64 [2, patches], rows and columns -> [patches, head_dim]: cosines, then sines, of
+        the angles of rows and then of columns."""
+        numbers = torch.arange(0, head_dim // 2, 2, device=grid.device)
+        both = torch.stack((numbers, numbers + self.has_column_frequencies)).to(dtype)
+        frequencies = self.theta ** (-both / (head_dim // 2))  # [2, head_dim / 4]
+        angles = grid.to(dtype).unsqueeze(2) * frequencies.unsqueeze(1)
+        joined = torch.cat((angles[0], angles[1]), dim=1)
+        return torch.cat((joined.cos(), joined.sin()), dim=1)
 
 
 class VisionSpec(msgspec.Struct, frozen=True):
@@ -48,14 +66,19 @@ class VisionSpec(msgspec.Struct, frozen=True):
     mlp_size: int
     out_size: int
     patch_size: int
-    frames: int  # a still picture is that many equal frames
     merge_size: int
     activation: str
     norm: MakeLayer
     mlp: MakeLayer
     merger: MakeLayer
-    deep_merger: MakeLayer
+    deep_merger: MakeLayer | None = None
+    frames: int = 0  # a still picture is that many equal frames; 0: patches have no such axis
+    norm_eps: float = 1e-6
+    rope: VisionRope = VisionRope()
+    qkv: tuple[str, ...] = ("qkv",)  # names of the layers of queries, keys and values
+    has_bias: bool = True  # in the linear layers of blocks
     has_patch_bias: bool = False
+    has_first_norm: bool = False  # before the first block
     num_positions: int = 0  # of a learnt square of position embeddings; 0: none
     window: int = 0  # tokens on a side of an attention window; 0: no windows
     full_layers: tuple[int, ...] = ()  # blocks without windows, where there are windows
@@ -68,26 +91,39 @@ class VisionSpec(msgspec.Struct, frozen=True):
 
 
 class VisionEncoder:
-    __slots__ = ("blocks", "deep_mergers", "merger", "patch_bias", "patches", "positions", "spec")
+    __slots__ = (
+        "blocks",
+        "deep_mergers",
+        "first_norm",
+        "merger",
+        "patch_bias",
+        "patches",
+        "positions",
+        "spec",
+    )
 
     def __init__(self, spec: VisionSpec, weights: WeightSource, prefix: str = "visual") -> None:
         self.spec = spec
         embed = f"{prefix}.patch_embed.proj"
-        kernel = (CHANNELS, spec.frames, spec.patch_size, spec.patch_size)
+        frames = (spec.frames,) if spec.frames else ()
+        kernel = (CHANNELS, *frames, spec.patch_size, spec.patch_size)
         self.patches = weights.tensor(f"{embed}.weight", (spec.hidden_size, *kernel)).flatten(1)
-        self.patch_bias = self.positions = None
+        self.patch_bias = self.positions = self.first_norm = None
         if spec.has_patch_bias:
             self.patch_bias = weights.tensor(f"{embed}.bias", (spec.hidden_size,))
         if spec.num_positions:
             shape = (spec.num_positions, spec.hidden_size)
             self.positions = weights.tensor(f"{prefix}.pos_embed.weight", shape)
+        if spec.has_first_norm:
+            self.first_norm = spec.norm(f"{prefix}.first_norm", spec, weights)
         self.blocks = tuple(
             VisionBlock(f"{prefix}.blocks.{index}", spec, weights)
             for index in range(spec.num_layers)
         )
         self.merger = spec.merger(f"{prefix}.merger", spec, weights)
+        make_deep = spec.deep_merger or spec.merger
         self.deep_mergers = {
-            layer: spec.deep_merger(f"{prefix}.deepstack_merger_list.{index}", spec, weights)
+            layer: make_deep(f"{prefix}.deepstack_merger_list.{index}", spec, weights)
             for index, layer in enumerate(spec.deep_layers)
         }
 
@@ -100,7 +136,10 @@ class VisionEncoder:
         if self.positions is not None:
             sides = (rows * spec.merge_size, columns * spec.merge_size)
             hidden = hidden + interpolated(self.positions, grid, sides).to(hidden.dtype)
-        cos_sin = rotary_table(grid, spec.hidden_size // spec.num_heads, wide_dtype(hidden.dtype))
+        if self.first_norm is not None:
+            hidden = self.first_norm(hidden)
+        head_dim = spec.hidden_size // spec.num_heads
+        cos_sin = spec.rope.table(grid, head_dim, wide_dtype(hidden.dtype))
         order = window_order(rows, columns, spec.window or max(rows, columns))
         squares = order.index.to(hidden.device)
         hidden, cos_sin = self._by_square(hidden, squares), self._by_square(cos_sin, squares)
@@ -127,11 +166,12 @@ class VisionBlock:
     __slots__ = ("mlp", "norm1", "norm2", "num_heads", "out", "qkv")
 
     def __init__(self, prefix: str, spec: VisionSpec, weights: WeightSource) -> None:
-        size = spec.hidden_size
+        size, bias = spec.hidden_size, spec.has_bias
         self.num_heads = spec.num_heads
         self.norm1 = spec.norm(f"{prefix}.norm1", spec, weights)
-        self.qkv = weights.linear({f"{prefix}.attn.qkv": 3 * size}, in_features=size, bias=True)
-        self.out = weights.linear({f"{prefix}.attn.proj": size}, in_features=size, bias=True)
+        rows = {f"{prefix}.attn.{name}": 3 * size // len(spec.qkv) for name in spec.qkv}
+        self.qkv = weights.linear(rows, in_features=size, bias=bias)
+        self.out = weights.linear({f"{prefix}.attn.proj": size}, in_features=size, bias=bias)
         self.norm2 = spec.norm(f"{prefix}.norm2", spec, weights)
         self.mlp = spec.mlp(f"{prefix}.mlp", spec, weights)
 
@@ -161,14 +201,6 @@ def patch_grid(rows: int, columns: int, merge: int, *, device: torch.device) -> 
     grid = torch.stack(torch.meshgrid(*sides, indexing="ij"))
     squares = grid.view(2, rows, merge, columns, merge).transpose(2, 3)
     return squares.flatten(1).to(device)
-
-
-def rotary_table(grid: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """[patches, head_dim]: cosines, then sines, of the angles of rows and then of columns."""
-    exponents = torch.arange(0, head_dim // 2, 2, device=grid.device).to(dtype) / (head_dim // 2)
-    angles = grid.to(dtype).unsqueeze(2) * THETA**-exponents  # [2, patches, head_dim / 4]
-    both = torch.cat((angles[0], angles[1]), dim=1)
-    return torch.cat((both.cos(), both.sin()), dim=1)
 
 
 class WindowOrder(msgspec.Struct, frozen=True):
@@ -211,5 +243,5 @@ def cut_patches(pixels: Tensor, spec: VisionSpec, *, rows: int, columns: int) ->
     squares = pixels.view(rows, merge, size, columns, merge, size, CHANNELS)
     # [rows, columns, merge, merge, channels, size, size]
     patches = squares.permute(0, 3, 1, 4, 6, 2, 5)
-    framed = patches.unsqueeze(5).expand(*patches.shape[:5], spec.frames, size, size)
+    framed = patches.unsqueeze(5).expand(*patches.shape[:5], max(1, spec.frames), size, size)
     return framed.reshape(rows * columns * merge * merge, -1)

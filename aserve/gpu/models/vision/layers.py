@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from aserve.gpu.layers.linear import LinearOp
 from aserve.gpu.layers.mlp import ACTIVATIONS, Activation, GatedMlp
-from aserve.gpu.models.vision.encoder import NORM_EPS, Layer, VisionSpec
+from aserve.gpu.models.config.fields import Fields
+from aserve.gpu.models.vision.encoder import Layer, VisionSpec
 from aserve.gpu.weights.source import WeightSource
 
 
@@ -23,6 +24,14 @@ def quick_gelu(x: Tensor) -> Tensor:
 VISION_ACTIVATIONS: Mapping[str, Activation] = {**ACTIVATIONS, "quick_gelu": quick_gelu}
 
 
+def activation_of(fields: Fields, name: str, default: str) -> str:
+    """Returns the activation that a field names. Raises a ConfigError for an unknown one."""
+    known = fields.text(name, default=default)
+    if known not in VISION_ACTIVATIONS:
+        fields.refuse(name, expected=" or ".join(VISION_ACTIVATIONS))
+    return known
+
+
 def layer_norm(
     prefix: str, spec: VisionSpec, weights: WeightSource, /, *, size: int | None = None
 ) -> Layer:
@@ -30,14 +39,14 @@ def layer_norm(
     weight, bias = (weights.tensor(f"{prefix}.{name}", shape) for name in ("weight", "bias"))
 
     def norm(x: Tensor) -> Tensor:
-        return functional.layer_norm(x, shape, weight, bias, NORM_EPS)
+        return functional.layer_norm(x, shape, weight, bias, spec.norm_eps)
 
     return norm
 
 
 def rms_norm(prefix: str, spec: VisionSpec, weights: WeightSource, /) -> Layer:
     weight = weights.tensor(f"{prefix}.weight", (spec.hidden_size,))
-    return weights.elementwise.norm(weight, eps=NORM_EPS)
+    return weights.elementwise.norm(weight, eps=spec.norm_eps)
 
 
 class PlainMlp:
@@ -68,9 +77,9 @@ def plain_mlp(
 def gated_mlp(prefix: str, spec: VisionSpec, weights: WeightSource, /) -> Layer:
     parts = {f"{prefix}.{name}": spec.mlp_size for name in ("gate_proj", "up_proj")}
     return GatedMlp(
-        weights.linear(parts, in_features=spec.hidden_size, bias=True),
+        weights.linear(parts, in_features=spec.hidden_size, bias=spec.has_bias),
         weights.linear(
-            {f"{prefix}.down_proj": spec.hidden_size}, in_features=spec.mlp_size, bias=True
+            {f"{prefix}.down_proj": spec.hidden_size}, in_features=spec.mlp_size, bias=spec.has_bias
         ),
         weights.elementwise.gated(spec.activation),
     )
@@ -116,4 +125,54 @@ def merger(
         ),
         size,
         is_joined_first=is_joined_first,
+    )
+
+
+class PatchMerger:
+    """Norms the hidden states of patches, and makes one token of those of each square."""
+
+    __slots__ = ("joined", "mlp", "norm", "size", "square")
+
+    def __init__(
+        self, norm: Layer, joined: LinearOp, mlp: PlainMlp, *, size: int, square: int
+    ) -> None:
+        self.norm = norm
+        self.joined = joined
+        self.mlp = mlp
+        self.size = size  # of a patch's hidden state
+        self.square = square  # patches of a square
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[patches, hidden] -> [tokens, out]."""
+        squares = self.norm(hidden).view(-1, self.square, self.size)
+        # All patches' first elements come first, as `unfold` joins them.
+        return self.mlp(self.joined(squares.transpose(1, 2).flatten(1)))
+
+
+def patch_merger(
+    prefix: str,
+    spec: VisionSpec,
+    weights: WeightSource,
+    /,
+    *,
+    eps: float,
+    activation: str,
+    bias: bool,
+) -> Layer:
+    """The projector of Mistral Small 3 (modeling_mistral3.py in transformers)."""
+    size, square = spec.hidden_size, spec.merge_size**2
+    joined, up, down = (
+        f"{prefix}.{name}" for name in ("patch_merger.merging_layer", "linear_1", "linear_2")
+    )
+    norm = weights.tensor(f"{prefix}.norm.weight", (size,))
+    return PatchMerger(
+        weights.elementwise.norm(norm, eps=eps),
+        weights.linear({joined: size}, in_features=size * square, bias=False),
+        PlainMlp(
+            weights.linear({up: spec.out_size}, in_features=size, bias=bias),
+            VISION_ACTIVATIONS[activation],
+            weights.linear({down: spec.out_size}, in_features=spec.out_size, bias=bias),
+        ),
+        size=size,
+        square=square,
     )
