@@ -37,7 +37,8 @@ class PixelScale(msgspec.Struct, frozen=True):
 
 class Picture(msgspec.Struct, frozen=True):
     """`rows` x `columns` features, row by row, for tokens from the prompt's token `start` on. Some
-    models have a token of text behind each row: `num_breaks` is 1 there. `pixels` are uint8
+    models have a token of text behind each row: `num_breaks` is 1 there. With `sees_itself`, its
+    tokens see each other, and are computed in one step. `pixels` are uint8
     [rows * side, columns * side, 3], red, green and blue, where `side` is the model's."""
 
     rows: int
@@ -46,6 +47,7 @@ class Picture(msgspec.Struct, frozen=True):
     scale: PixelScale
     digest: bytes  # of all of the above: equal pictures have equal features
     num_breaks: int = 0
+    sees_itself: bool = False
     start: int = 0
 
     @property
@@ -64,14 +66,19 @@ class Picture(msgspec.Struct, frozen=True):
 
 
 def make_picture(
-    pixels: npt.NDArray[np.uint8], *, side: int, scale: PixelScale, num_breaks: int = 0
+    pixels: npt.NDArray[np.uint8],
+    *,
+    side: int,
+    scale: PixelScale,
+    num_breaks: int = 0,
+    sees_itself: bool = False,
 ) -> Picture:
     """pixels [height, width, 3], both multiples of `side`."""
     rows, columns = (size // side for size in pixels.shape[:2])
     data = np.ascontiguousarray(pixels).tobytes()
     facts = msgspec.msgpack.encode((rows, columns, scale))
     digest = blake2b(data, digest_size=DIGEST_BYTES, key=blake2b(facts).digest()).digest()
-    return Picture(rows, columns, data, scale, digest, num_breaks)
+    return Picture(rows, columns, data, scale, digest, num_breaks, sees_itself)
 
 
 def page_digests(pictures: Iterable[Picture], start: int, stop: int) -> bytes:

@@ -67,6 +67,7 @@ from aserve.gpu.spec.registry import ALGORITHMS
 from aserve.gpu.spec.rejection import verification_for
 from aserve.gpu.spec.request import DraftRequest, SpecOptions, refuse_drafts, tree_flags
 from aserve.gpu.step.future_map import SEQ_LEN, FutureMap
+from aserve.gpu.step.pictures import has_spans
 from aserve.gpu.step.resolve import DeviceState
 from aserve.gpu.step.state_checkpoints import StateCheckpoints
 from aserve.gpu.weights.format import WeightFormat, WeightRequest, dtype_name
@@ -459,6 +460,7 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
         num_plans=(options.depth + 1) * mode.num_forwards,
         has_bounds=publishes and mode.num_forwards > 1,
         has_tree_masks=mode.caps.tree is not None,
+        has_spans=has_spans(model),
     )
     attention = with_recurrent(
         build_attention(options.attention, site, order=device.attention), model, state, parts.ops
@@ -499,12 +501,6 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
             pooler=parts.pooled.pooler,
         )
     )
-    if runner.pictures is not None and runner.pictures.has_axes and mode.caps.tree is not None:
-        raise ConfigError(
-            "a model whose pictures have positions of three axes runs without draft trees; chains "
-            "are supported",
-            param="speculative_algorithm",
-        )
     spec = msgspec.structs.replace(
         spec,
         names_shared_pages=attention.capabilities.shared_pages,

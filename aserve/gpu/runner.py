@@ -89,7 +89,7 @@ class ModelRunner:
         self.model = parts.model
         self.drafter: DraftModel | None = None if parts.drafter is None else parts.drafter.model
         self.loras = parts.loras
-        self.pictures = picture_rows(parts.model)
+        self.pictures = picture_rows(parts.model, parts.mode.caps)
         self.state = parts.state
         self.relay: FutureMap = parts.state.relay
         self._sampler = Sampler(parts.state.tables, parts.state.pools, parts.sample_ops)
@@ -145,6 +145,8 @@ class ModelRunner:
         """Returns the fused step that runs this whole step from its plan alone, or None."""
         fused_step = self._parts.fused_step
         if fused_step is None or self._parts.is_debug or not self._parts.mode.can_fuse:
+            return None
+        if self.pictures is not None and self.pictures.touches(plan):
             return None
         return fused_step if fused_step.can_step(plan) else None
 

@@ -96,6 +96,14 @@ class PictureReader:
                 )
             check_source(source, self.domains)
 
+    def written(self, prompt: ChatPrompt, text: str) -> str:
+        """Returns the text of a chat as it is tokenized, with what the model expects around each
+        picture that the chat template wrote."""
+        settings = self._settings
+        if settings is None or settings.written is None or not prompt.pictures:
+            return text
+        return text.replace(*settings.written)
+
     def placed(
         self, prompt: Prompt, prompt_ids: list[int], *, max_len: int
     ) -> tuple[list[int], tuple[Picture, ...]]:
@@ -218,6 +226,7 @@ def _picture(source: PictureSource, data: bytes, settings: PictureSettings) -> P
         side=settings.side,
         scale=settings.scale,
         num_breaks=settings.num_breaks,
+        sees_itself=settings.sees_itself,
     )
 
 

@@ -4,8 +4,9 @@ settings of its processor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -13,7 +14,7 @@ from aserve.errors import ConfigError
 from aserve.json_file import texts_in
 from aserve.messages.base import Record
 from aserve.picture import Picture, PixelScale
-from aserve.pictures.sizes import LongestEdge, PictureSize, PixelBounds
+from aserve.pictures.sizes import FixedSize, LongestEdge, PictureSize, PixelBounds
 
 # The values of `Qwen2VLImageProcessor` in transformers.
 MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 1280
@@ -21,7 +22,25 @@ LONGEST_EDGE = 1540  # of Mistral Small 3
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 BICUBIC = 3
-MERGE_SIZE = 2  # of squares of patches, where config.json is silent
+
+Triple: TypeAlias = tuple[float, float, float]
+T = TypeVar("T")
+
+
+class _Vision(msgspec.Struct):
+    patch_size: int | None = None
+    spatial_merge_size: int | None = None
+    image_size: int | None = None
+
+
+class _Config(msgspec.Struct):
+    """The fields of config.json."""
+
+    vision_config: _Vision = msgspec.field(default_factory=_Vision)
+    image_token_id: int | None = None
+    image_token_index: int | None = None  # the same, in some families
+    spatial_merge_size: int | None = None
+    mm_tokens_per_image: int = 256
 
 
 class _Size(msgspec.Struct):
@@ -37,41 +56,71 @@ class _Processor(msgspec.Struct):
     min_pixels: int | None = None
     max_pixels: int | None = None
     size: _Size | None = None
-    image_mean: tuple[float, float, float] = CLIP_MEAN
-    image_std: tuple[float, float, float] = CLIP_STD
+    image_mean: Triple = CLIP_MEAN
+    image_std: Triple = CLIP_STD
     rescale_factor: float = 1 / 255
     resample: int = BICUBIC
 
 
-def _pixel_bounds(given: _Processor) -> PictureSize:
-    size = given.size or _Size()
-    return PixelBounds(
-        given.min_pixels or size.shortest_edge or MIN_PIXELS,
-        given.max_pixels or size.longest_edge or MAX_PIXELS,
-    )
+class _Shape(NamedTuple):
+    side: int  # pixels on a side of the square that becomes one token
+    size: PictureSize
 
 
-def _longest_edge(given: _Processor) -> PictureSize:
-    return LongestEdge((given.size or _Size()).longest_edge or LONGEST_EDGE)
-
-
-class _Kind(msgspec.Struct, frozen=True):
+class _Kind(NamedTuple):
     """How the models of an architecture read pictures."""
 
-    patch_size: int  # where config.json is silent, as the token is
-    token_id: int
-    size: Callable[[_Processor], PictureSize] = _pixel_bounds
+    token_id: int  # where config.json is silent
+    shape: Callable[[_Config, _Processor], _Shape]
     breaks: tuple[str, str] | None = None  # tokens behind each row, and behind the last one
+    written: tuple[str, str] | None = None  # what the chat template writes, and its replacement
+    sees_itself: bool = False
 
 
-QWEN, QWEN3_5 = 151655, 248056  # <|image_pad|>
-KINDS = {
-    "Mistral3ForConditionalGeneration": _Kind(14, 10, _longest_edge, ("[IMG_BREAK]", "[IMG_END]")),
-    "Qwen2VLForConditionalGeneration": _Kind(14, QWEN),
-    "Qwen2_5_VLForConditionalGeneration": _Kind(14, QWEN),
-    "Qwen3VLForConditionalGeneration": _Kind(16, QWEN),
-    "Qwen3_5ForConditionalGeneration": _Kind(16, QWEN3_5),
-    "Qwen3_5MoeForConditionalGeneration": _Kind(16, QWEN3_5),
+def _qwen(default_patch: int) -> Callable[[_Config, _Processor], _Shape]:
+    def shape(config: _Config, given: _Processor) -> _Shape:
+        patch = config.vision_config.patch_size or default_patch
+        merge = config.vision_config.spatial_merge_size or 2
+        if (given.patch_size or patch, given.merge_size or merge) != (patch, merge):
+            raise ConfigError(
+                f"preprocessor_config.json has patches of {given.patch_size} and merges "
+                f"{given.merge_size}, but the vision_config of config.json has {patch} and {merge}"
+            )
+        size = given.size or _Size()
+        least = given.min_pixels or size.shortest_edge or MIN_PIXELS
+        most = given.max_pixels or size.longest_edge or MAX_PIXELS
+        return _Shape(patch * merge, PixelBounds(least, most))
+
+    return shape
+
+
+def _pixtral(config: _Config, given: _Processor) -> _Shape:
+    patch, merge = config.vision_config.patch_size or 14, config.spatial_merge_size or 2
+    longest = (given.size or _Size()).longest_edge or LONGEST_EDGE
+    return _Shape(patch * merge, LongestEdge(longest))
+
+
+def _gemma(config: _Config, _given: _Processor) -> _Shape:
+    per_side = math.isqrt(config.mm_tokens_per_image)
+    return _Shape((config.vision_config.image_size or 896) // per_side, FixedSize(per_side))
+
+
+KINDS: Mapping[str, _Kind] = {
+    "Gemma3ForConditionalGeneration": _Kind(
+        262_144,
+        _gemma,
+        written=(
+            "<start_of_image>",
+            "\n\n<start_of_image><image_soft_token><end_of_image>\n\n",
+        ),
+        sees_itself=True,
+    ),
+    "Mistral3ForConditionalGeneration": _Kind(10, _pixtral, breaks=("[IMG_BREAK]", "[IMG_END]")),
+    "Qwen2VLForConditionalGeneration": _Kind(151_655, _qwen(14)),
+    "Qwen2_5_VLForConditionalGeneration": _Kind(151_655, _qwen(14)),
+    "Qwen3VLForConditionalGeneration": _Kind(151_655, _qwen(16)),
+    "Qwen3_5ForConditionalGeneration": _Kind(248_056, _qwen(16)),
+    "Qwen3_5MoeForConditionalGeneration": _Kind(248_056, _qwen(16)),
 }
 
 TokenId: TypeAlias = Callable[[str], int | None]
@@ -80,12 +129,14 @@ TokenId: TypeAlias = Callable[[str], int | None]
 class PictureSettings(Record, frozen=True):
     """`breaks` are the ids of the tokens behind each row of a picture, and behind its last one."""
 
-    token_id: int  # that the chat template writes for a picture
+    token_id: int  # that stands once for each picture in a chat's prompt
     side: int  # pixels on a side of the square that becomes one token
     size: PictureSize
     scale: PixelScale
     resample: int = BICUBIC  # of PIL.Image.Resampling
     breaks: tuple[int, int] | None = None
+    written: tuple[str, str] | None = None  # what the chat template writes, and its replacement
+    sees_itself: bool = False  # tokens of a picture see each other
 
     @property
     def num_breaks(self) -> int:
@@ -120,28 +171,30 @@ def picture_settings(
     if not kinds:
         return None
     kind = kinds[0]
+    own = _read(config, _Config, f"{where}/config.json")
+    given = _read(processor, _Processor, f"{where}/preprocessor_config.json")
     try:
-        given = msgspec.convert(processor, _Processor)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}/preprocessor_config.json: {error}") from None
-    vision = config.get("vision_config")
-    vision = vision if isinstance(vision, dict) else {}  # the model refuses other values
-    patch = vision.get("patch_size", kind.patch_size)
-    merge = vision.get("spatial_merge_size", config.get("spatial_merge_size", MERGE_SIZE))
-    stated = (given.patch_size or patch, given.merge_size or merge)
-    if kind.size is _pixel_bounds and stated != (patch, merge):
-        raise ConfigError(
-            f"{where}: preprocessor_config.json has patches of {given.patch_size} and merges "
-            f"{given.merge_size}, but the vision_config of config.json has {patch} and {merge}"
-        )
+        shape = kind.shape(own, given)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    stated = (own.image_token_id, own.image_token_index, kind.token_id)
     return PictureSettings(
-        config.get("image_token_id", config.get("image_token_index", kind.token_id)),
-        patch * merge,
-        kind.size(given),
+        next(number for number in stated if number is not None),
+        shape.side,
+        shape.size,
         PixelScale(given.rescale_factor, given.image_mean, given.image_std),
         given.resample,
         None if kind.breaks is None else _ids_of(kind.breaks, token_id, where),
+        kind.written,
+        kind.sees_itself,
     )
+
+
+def _read(values: Mapping[str, Any], kind: type[T], where: str) -> T:
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def _ids_of(names: tuple[str, str], token_id: TokenId, where: str) -> tuple[int, int]:

@@ -50,4 +50,14 @@ class LongestEdge(Record, frozen=True, tag=True):
         return max(1, columns), max(1, rows)
 
 
-PictureSize: TypeAlias = PixelBounds | LongestEdge
+class FixedSize(Record, frozen=True, tag=True):
+    """The same square for all pictures, whatever their shape."""
+
+    tokens_per_side: int
+
+    def tokens(self, _width: int, _height: int, *, side: int) -> tuple[int, int]:
+        """Returns the columns and rows of tokens, each of `side` x `side` pixels."""
+        return self.tokens_per_side, self.tokens_per_side
+
+
+PictureSize: TypeAlias = PixelBounds | LongestEdge | FixedSize

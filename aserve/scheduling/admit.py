@@ -8,12 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from aserve.errors import ErrorInfo, NeverFits, QueueFull
 from aserve.messages.output import Refused
 from aserve.messages.requests import AdmitRequest
-from aserve.scheduling.blocks import min_query_len
-from aserve.scheduling.budget import fits_alone, most_pages
-from aserve.scheduling.clients import place_refusal
 from aserve.scheduling.finish import finish_at_end
 from aserve.scheduling.followers import lead
 from aserve.scheduling.forced import end_reasoning
@@ -23,6 +19,7 @@ from aserve.scheduling.loads import await_load
 from aserve.scheduling.prefill_line import PrefillLine
 from aserve.scheduling.prefixes import has_pages, open_with_room
 from aserve.scheduling.ranks import sequences_by_rank
+from aserve.scheduling.refusals import refusal_of
 from aserve.scheduling.request import Phase, Sequence
 from aserve.scheduling.reserve import Reserve
 from aserve.scheduling.state import SchedulerState
@@ -37,7 +34,7 @@ def consider(state: SchedulerState, request: AdmitRequest) -> list[Sequence] | R
         Sequence(request, child=child, arrival=state.arrivals + child, client=client, caps=caps)
         for child in range(request.sampling.n)
     ]
-    refusal = _refusal(state, children, is_resumed=request.is_resumed)
+    refusal = refusal_of(state, children, is_resumed=request.is_resumed)
     return children if refusal is None else Refused(request.request_id, refusal)
 
 
@@ -49,6 +46,7 @@ def receive(state: SchedulerState, arrival: list[Sequence] | Refused) -> None:
     first = arrival[0]
     state.arrivals += len(arrival)
     state.has_senders |= first.sends_kv
+    state.has_uncut |= any(picture.sees_itself for picture in first.pictures)
     state.clients.join(first.client, len(arrival))
     state.groups[first.request_id] = {sequence.child: sequence for sequence in arrival}
     for sequence in arrival:
@@ -108,45 +106,6 @@ def admit(
         assert sequence.allocation is not None
         state.looks_left -= sequence.allocation.num_pages // PAGES_PER_LOOK
     return admitted
-
-
-def _refusal(
-    state: SchedulerState, children: list[Sequence], *, is_resumed: bool
-) -> ErrorInfo | None:
-    first = children[0]
-    if not fits_alone(state, first):
-        needed = most_pages(state, first.max_kv_len)[0]
-        usable = state.spec.groups[0].num_pages - 1
-        return NeverFits(
-            f"This request needs {needed} KV pages of {state.spec.page_size} tokens "
-            f"(prompt {first.prompt_len} + max_tokens {first.max_tokens}), but the engine has "
-            f"{usable}. Ask for fewer tokens, or start the server with more --num-pages."
-        ).info()
-    if min_query_len(first) > state.spec.max_batched_tokens:
-        return NeverFits(
-            f"This model computes a prompt in one step, and the prompt's {first.prompt_len} tokens "
-            f"are more than the {state.spec.max_batched_tokens} of a step. Shorten the prompt, or "
-            f"start the server with a larger --max-num-batched-tokens."
-        ).info()
-    most = state.spec.max_waiting + state.spec.max_rows
-    if len(children) > most:
-        return NeverFits(
-            f"This request asks for n = {len(children)} sequences, but the engine holds at most "
-            f"{most}: {state.spec.max_rows} that run and {state.spec.max_waiting} that wait. Ask "
-            f"for fewer, or start the server with a larger --max-queue."
-        ).info()
-    if is_resumed:
-        return None
-    num_places = state.spec.max_waiting + state.rows.num_free  # these rows are taken soon
-    num_left = num_places - state.num_waiting - len(children)
-    if num_left < 0:
-        return QueueFull(
-            f"The queue holds {state.num_waiting} of at most {num_places} waiting sequences, and "
-            f"this request adds {len(children)}. Try again later.",
-            retry_after_s=1.0,
-        ).info()
-    num_places = state.spec.max_waiting
-    return place_refusal(first.client, len(children), num_free=num_left, num_places=num_places)
 
 
 def _end_or_ask(state: SchedulerState, sequence: Sequence) -> None:

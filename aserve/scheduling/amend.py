@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from aserve.errors import ClientError, ContextTooLong, InvalidRequest, NeverFits
 from aserve.messages.changes import Amend, Amended, SequenceState
-from aserve.scheduling.budget import fits_alone, most_pages
+from aserve.scheduling.budget import most_pages
 from aserve.scheduling.finish import finish_at_end, settle
 from aserve.scheduling.followers import abandon, lead, unfollow
 from aserve.scheduling.forced import drop_results, end_reasoning
 from aserve.scheduling.grammar_rows import ask_mask
+from aserve.scheduling.refusals import fits_alone
 from aserve.scheduling.request import Phase, Sequence
 from aserve.scheduling.state import SchedulerState
 from aserve.scheduling.token_log import max_kv_len

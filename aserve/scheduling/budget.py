@@ -31,19 +31,6 @@ def most_pages(state: SchedulerState, num_positions: int) -> Pages:
     )
 
 
-def fits_alone(state: SchedulerState, sequence: Sequence, *, max_kv_len: int | None = None) -> bool:
-    """Returns whether the sequence could finish if it ran alone: the test at admission to the
-    queue.
-    """
-    needed = most_pages(state, sequence.max_kv_len if max_kv_len is None else max_kv_len)
-    if min_query_len(sequence) > 1:
-        whole = state.num_pages(sequence.prompt_len)
-        needed = tuple(max(whole, pages) for pages in needed)
-    return all(
-        need < group.num_pages for need, group in zip(needed, state.spec.groups, strict=True)
-    )
-
-
 def next_query_lens(state: SchedulerState, rows: Column) -> Column:
     """Returns how many tokens each row would like to have in its next step: the rest of a prefill,
     or a decode with its drafts. It is 0 where a verify window or a block has no room left within

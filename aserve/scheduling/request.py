@@ -156,6 +156,13 @@ class Sequence:
         return 0 < self.max_tokens <= self.num_outputs or self.stop_id is not None
 
     @property
+    def uncut_len(self) -> int:
+        """The most tokens that it must ever compute in one step."""
+        if not self.is_causal:
+            return self.prompt_len
+        return max([self.block_len, *(p.num_tokens for p in self.pictures if p.sees_itself)])
+
+    @property
     def max_cached_len(self) -> int:
         """Positions that a prefix hit may cover: what is wanted of a position is made by computing
         it, the next token at the end, and before that the prompt's scores.

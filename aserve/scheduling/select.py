@@ -10,7 +10,7 @@ import functools
 import numpy as np
 
 from aserve.scheduling.admit import admit
-from aserve.scheduling.blocks import min_query_len, min_query_lens, uncut_blocks
+from aserve.scheduling.blocks import min_query_len, min_query_lens, uncut_blocks, uncut_pictures
 from aserve.scheduling.budget import (
     Pages,
     has_ample_room,
@@ -150,6 +150,7 @@ def _fill(state: SchedulerState, rows: Column, budget: int) -> Spans:
         lacks_pages &= query_lens >= least
         grow(state, rows[lacks_pages], (starts + query_lens)[lacks_pages])
     query_lens = uncut_blocks(query_lens, remaining, starts, state.spec.decode)
+    query_lens = uncut_pictures(state, rows, query_lens)
     query_lens = end_at_checkpoints(state, rows, query_lens)
     is_chosen = query_lens >= least
     return Spans(rows[is_chosen], query_lens[is_chosen])

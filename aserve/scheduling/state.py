@@ -38,10 +38,18 @@ class Transfer(msgspec.Struct, gc=False):
 class SchedulerState:
     __slots__ = (
         *("arrivals", "cache", "caution", "clients", "draft_choice", "effects", "end_ids", "ended"),
-        *("groups", "has_senders", "held", "landed", "leaders", "looks_left", "masked"),
-        *("next_iteration", "num_followers", "num_retracted", "repeat", "resync_at", "retries"),
-        *("retry_iteration", "rows", "running", "_running_rows", "samples", "slow_waiting", "spec"),
-        *("steps", "table", "transfers", "unsent", "waiting"),
+        *("groups", "has_senders", "has_uncut", "held", "landed", "leaders", "looks_left"),
+        *(
+            "masked",
+            "next_iteration",
+            "num_followers",
+            "num_retracted",
+            "repeat",
+            "resync_at",
+            "retries",
+        ),
+        *("retry_iteration", "rows", "running", "_running_rows", "samples", "slow_waiting"),
+        *("spec", "steps", "table", "transfers", "unsent", "waiting"),
     )
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -82,6 +90,7 @@ class SchedulerState:
         self.landed = 0  # all steps up to this one are back: commit, recover
         self.repeat: Repeat | None = None  # steady, batch, commit, scheduler
         self.has_senders = False  # some request wanted SendKv
+        self.has_uncut = False  # some request had a picture that sees itself
         self.unsent: list[Transfer] = []  # in the order of `after`: transfers, loads
         # that have begun: transfers, loads
         self.transfers: dict[ChildKey, Transfer] = {}
@@ -130,9 +139,9 @@ class SchedulerState:
         return -(-num_positions // self.spec.page_size)
 
     def change_settings(self, event: ChangeSettings) -> None:
-        """NOTE: a step must still take every living prompt that is computed whole, and a block."""
-        whole = [each.prompt_len for each in self.living() if not each.is_causal]
-        least_tokens = max([self.spec.decode.block_len, *whole])
+        """NOTE: a step must still take what is not cut of every living prompt, and a block."""
+        uncut = [each.uncut_len for each in self.living()]
+        least_tokens = max([self.spec.decode.block_len, *uncut])
         self.spec = self.spec.changed(event, least_tokens=least_tokens)
 
     def take_effects(self) -> list[SchedulerEffect]:

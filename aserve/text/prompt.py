@@ -173,6 +173,7 @@ class PromptEncoder:
                 return list(prompt.token_ids)
             case ChatPrompt():
                 text, mark = render_chat(prompt, self._template, self._plain)
+                text = self._pictures.written(prompt, text)
                 self._check_bytes(text, where="messages", is_truncated=is_truncated)
                 return self._encode_text(text, with_special=prompt.add_special_tokens, mark=mark)
 

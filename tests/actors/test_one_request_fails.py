@@ -22,7 +22,7 @@ from aserve.frontend import Frontend
 from aserve.messages.output import OutputChunk, Refused, Retired, SequenceOutput
 from aserve.messages.requests import AdmitRequest, GenerateRequest, OpenText
 from aserve.request_stream import Gateway, RequestStream
-from aserve.scheduling import admit
+from aserve.scheduling import admit, refusals
 from aserve.scheduling.request import Sequence
 from aserve.text.prompt import Prepared, PromptEncoder
 from tests.test_engine import Loader, engine, expected
@@ -75,7 +75,8 @@ STEPS = [
     *(Step(Gateway, "deliver", after, only_once=True) for after in BOTH),
     *(Step(RequestStream, "put", after, only_once=True) for after in BOTH),
     *(Step(scheduler_module, "check_request", after) for after in BOTH),
-    *(Step(admit, name, after) for name in ("Sequence", "fits_alone") for after in BOTH),
+    *(Step(admit, "Sequence", after) for after in BOTH),
+    *(Step(refusals, "fits_alone", after) for after in BOTH),
     Step(RequestTimers, "start", is_after=False),
 ]
 

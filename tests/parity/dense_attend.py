@@ -31,6 +31,7 @@ class DenseAttend:
         self.inputs: dict[int, Tensor] = {}  # of short convolutions
         self.states: dict[int, Tensor] = {}  # of recurrent layers
         self.chosen: Tensor | None = None  # bool [queries, keys], within `attend_sparse`
+        self.spans: list[tuple[int, int]] = []  # tokens that see each other, from and to
         self.hidden_position: int | None = None  # as if the KV of that token were lost
 
     def __call__(self, layer: LayerSpec, inputs: AttentionInputs) -> Tensor:
@@ -135,6 +136,8 @@ class DenseAttend:
         visible = key // layer.block_len <= query // layer.block_len  # one position, if causal
         if layer.window is not None:
             visible &= key > query - layer.window
+        for start, end in self.spans:
+            visible |= (start <= query) & (query < end) & (start <= key) & (key < end)
         if self.chosen is not None:
             visible &= self.chosen
         if self.hidden_position is not None:

@@ -71,6 +71,18 @@ EXPERTS = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 40,
 }
+SQUARE = 3  # tokens on a side of all pictures of Gemma 3
+GEMMA3_TEXT: dict[str, Any] = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 11,
+    "sliding_window_pattern": 2,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        "full_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen2VL": ({}, {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}),
     "Qwen2_5_VL": (
@@ -89,6 +101,17 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "Qwen3_5": (HYBRID, NEW_VISION),
     "Qwen3_5Moe": ({**HYBRID, **EXPERTS}, NEW_VISION),
+    "Gemma3": (
+        GEMMA3_TEXT,
+        {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "image_size": SQUARE * SIDE,
+        },
+    ),
     "Mistral3": (
         {"model_type": "mistral", "head_dim": 16, "sliding_window": None, "rope_parameters": ROPE},
         {
@@ -103,12 +126,17 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 BREAKS = {"Mistral3": (154, 155)}  # behind each row of a picture, and behind the last one
 # Fields of the whole configuration.
 WHOLE: dict[str, dict[str, Any]] = {
+    "Gemma3": {
+        "image_token_index": IMAGE,
+        "mm_tokens_per_image": SQUARE**2,
+        "tie_word_embeddings": True,
+    },
     "Mistral3": {
         "image_token_index": IMAGE,
         "spatial_merge_size": MERGE,
         "multimodal_projector_bias": True,
         "tie_word_embeddings": False,
-    }
+    },
 }
 
 
@@ -157,8 +185,16 @@ class PicturePrompt:
             if isinstance(part, int):
                 ids += [3 + (7 * len(ids) + i * i) % 140 for i in range(part)]
                 continue
-            num_breaks = 0 if breaks is None else 1
-            pictures.append(msgspec.structs.replace(part, start=len(ids), num_breaks=num_breaks))
+            if kind == "Gemma3":
+                part = squared(part)
+            pictures.append(
+                msgspec.structs.replace(
+                    part,
+                    start=len(ids),
+                    num_breaks=0 if breaks is None else 1,
+                    sees_itself=kind == "Gemma3",
+                )
+            )
             if breaks is None:
                 ids += [IMAGE] * part.num_tokens
                 continue
@@ -173,6 +209,12 @@ class PicturePrompt:
             return {"input_ids": self.ids[None]}
         if self.kind == "Mistral3":
             return {"input_ids": self.ids[None], **_pixels(self.pictures)}
+        if self.kind == "Gemma3":
+            return {
+                "input_ids": self.ids[None],
+                "pixel_values": _square_pixels(self.pictures),
+                "token_type_ids": (self.ids[None] == IMAGE).int(),
+            }
         patches = [_patches(picture) for picture in self.pictures]
         grids = [[1, MERGE * p.rows, MERGE * p.columns] for p in self.pictures]
         return {
@@ -181,6 +223,22 @@ class PicturePrompt:
             "image_grid_thw": torch.tensor(grids),
             "mm_token_type_ids": (self.ids[None] == IMAGE).int(),
         }
+
+
+def squared(picture: Picture) -> Picture:
+    """One of the size that Gemma 3 has, with other pixels for other pictures."""
+    return random_picture(SQUARE, SQUARE, seed=picture.digest[0])
+
+
+def _square_pixels(pictures: tuple[Picture, ...]) -> Tensor:
+    """By transformers' processor of Gemma 3."""
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    processor = Gemma3ImageProcessorPil(
+        do_resize=False, image_mean=list(SCALE.mean), image_std=list(SCALE.std)
+    )
+    values: Tensor = processor(images=[*map(_array, pictures)], return_tensors="pt")["pixel_values"]
+    return values
 
 
 def _array(picture: Picture) -> Any:

@@ -1,4 +1,4 @@
-"""Models that read pictures elsewhere, and only text here: their text part equals transformers'."""
+"""Models that read pictures equal transformers without pictures, too, by older and newer names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VISION: dict[str, Any] = {
     "patch_size": 14,
 }
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "Gemma3": (GEMMA3, {"model_type": "siglip_vision_model", **VISION}),
+    "Gemma3": (GEMMA3, {"model_type": "siglip_vision_model", "vision_use_head": False, **VISION}),
     "Mistral3": ({"sliding_window": None}, {"model_type": "pixtral", "head_dim": 16, **VISION}),
 }
 
@@ -38,7 +38,10 @@ def save(kind: str, directory: Path) -> Any:
     config_class = model_class.config_class
     is_tied = kind == "Gemma3"
     texts = {**BASE, **text}
-    config = config_class(text_config=texts, vision_config=vision, tie_word_embeddings=is_tied)
+    more = {"mm_tokens_per_image": 4} if kind == "Gemma3" else {}
+    config = config_class(
+        text_config=texts, vision_config=vision, tie_word_embeddings=is_tied, **more
+    )
     config._attn_implementation = config.text_config._attn_implementation = "eager"
     torch.manual_seed(1)
     model = model_class(config).eval()

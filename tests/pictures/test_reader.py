@@ -1,4 +1,4 @@
-"""Pictures of clients: the patches of transformers, and a 400 for whatever is too much."""
+"""Pictures of clients: transformers' sizes and patches, and a 400 for whatever is too much."""
 
 from __future__ import annotations
 
@@ -18,11 +18,17 @@ from PIL.ExifTags import Base
 from aserve.errors import ClientError, ConfigError
 from aserve.gpu.models.vision.encoder import cut_patches
 from aserve.gpu.models.vision_language import scaled
-from aserve.messages.requests import ChatPrompt
+from aserve.messages.base import array_i32
+from aserve.messages.requests import ChatPrompt, GenerateRequest, SamplingParams
 from aserve.picture import Picture, PictureSource
 from aserve.pictures.reader import MAX_PICTURES, PictureReader
 from aserve.pictures.settings import CLIP_MEAN, CLIP_STD, PictureSettings, picture_settings
 from aserve.pictures.sizes import PixelBounds
+from aserve.text.lengths import PromptLimits
+from aserve.text.prompt import PromptEncoder
+from aserve.text.template import ChatTemplate
+from aserve.text.tokenizer import TextTokenizer
+from tests.text.vocabularies import byte_level_backend
 
 TOKEN = 7
 QWEN2 = {"architectures": ["Qwen2VLForConditionalGeneration"], "image_token_id": TOKEN}
@@ -282,3 +288,49 @@ def test_pixtral_resizes_as_transformers_does(width: int, height: int) -> None:
 def test_a_tokenizer_without_the_breaks_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"lacks one of \[IMG_BREAK\], \[IMG_END\]"):
         picture_settings(MISTRAL3, {}, where="model", token_id={"[IMG_END]": 9}.get)
+
+
+GEMMA3 = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "vision_config": {"image_size": 56},
+    "mm_tokens_per_image": 4,
+}
+ANY_PART = (
+    "{% for m in messages %}{% for part in m.content %}"
+    "{{ part.text if part.type == 'text' else '<start_of_image>' }}"
+    "{% endfor %}{% endfor %}"
+)
+
+
+def test_gemma_has_its_pictures_between_marks_and_empty_lines() -> None:
+    """A client that writes such a mark gets its text, and no place for a picture."""
+    backend = byte_level_backend()
+    marks = ["<start_of_image>", "<image_soft_token>", "<end_of_image>"]
+    backend.add_special_tokens(marks)
+    start, soft, end = map(backend.token_to_id, marks)
+    config = {**GEMMA3, "image_token_index": soft}
+    settings = picture_settings(config, {}, where="model", token_id=backend.token_to_id)
+    encoder = PromptEncoder(
+        TextTokenizer(backend),
+        template=ChatTemplate(ANY_PART),
+        limits=PromptLimits(1000, 100_000),
+        pictures=PictureReader(settings),
+    )
+    content = [
+        {"type": "text", "text": "a<start_of_image>"},
+        {"type": "image"},
+        {"type": "text", "text": "b"},
+    ]
+    source = PictureSource(url_of(drawn(90, 30)), "messages[0]", "image_url")
+    messages = msgspec.json.encode([{"role": "user", "content": content}])
+    prompt = ChatPrompt(messages, pictures=(source,))
+    sampling = SamplingParams(max_tokens=1, seed=0)
+    admit = encoder.prepare(GenerateRequest("one", prompt, sampling)).admit
+    ids = array_i32(admit.prompt_ids).tolist()
+    place = ids.index(start)
+    assert ids[place : place + 6] == [start, *[soft] * 4, end]
+    assert backend.decode(ids[:place], skip_special_tokens=False) == "a<start_of_image>\n\n"
+    assert backend.decode(ids[place + 6 :]) == "\n\nb"
+    [picture] = admit.pictures
+    assert (picture.start, picture.rows, picture.columns) == (place + 1, 2, 2)
+    assert picture.sees_itself

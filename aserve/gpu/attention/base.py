@@ -122,6 +122,7 @@ class AttentionSite:
     is_deterministic: bool = False  # a token must have the same bits in whatever step it is in
     has_bounds: bool = False  # some forwards have lengths that the host does not know
     has_tree_masks: bool = False  # some forwards verify a draft tree
+    has_spans: bool = False  # tokens of a picture see each other: TokenFeatures.spans
 
     @property
     def windows(self) -> tuple[int | None, ...]:

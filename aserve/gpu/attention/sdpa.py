@@ -57,8 +57,9 @@ class PagedSdpa:
     def plan(self, batch: ForwardBatch) -> object:
         keys = _bucket_keys(batch.query_lens_cpu, batch.len_bounds_cpu)
         starts = np.cumsum(batch.query_lens_cpu) - batch.query_lens_cpu
+        spans = _spans_of(batch)
         return tuple(
-            self._bucket(batch, np.flatnonzero((keys == key).all(axis=1)), starts)
+            self._bucket(batch, np.flatnonzero((keys == key).all(axis=1)), starts, spans)
             for key in np.unique(keys, axis=0)
         )
 
@@ -83,9 +84,11 @@ class PagedSdpa:
         batch: ForwardBatch,
         members: np.ndarray[tuple[int], np.dtype[np.intp]],
         starts: ArrayI32,
+        spans: Tensor | None,
     ) -> Bucket:
-        """members: row indices; starts int32 [rows]: each row's first token. Shapes come from the
-        host's query lengths and length bounds, masks from the device's exact lengths."""
+        """members: row indices; starts int32 [rows]: each row's first token; spans int64
+        [tokens, 2]. Shapes come from the host's query lengths and length bounds, masks from the
+        device's exact lengths."""
         device = batch.rows.device
         query_lens = batch.query_lens_cpu[members]
         query_len = int(query_lens.max())
@@ -113,7 +116,10 @@ class PagedSdpa:
             tree = batch.tree_mask if queries is None else batch.tree_mask.index_select(0, queries)
             tree = tree[:, :query_len].view(len(members), query_len, query_len)
             tree = tree & (offsets < real_query_lens[:, None])[:, None]
-        keys = _Keys(positions, kv_positions, lens, tree)
+        if spans is not None:
+            spans = spans if queries is None else spans.index_select(0, queries)
+            spans = spans.view(len(members), query_len, 2)
+        keys = _Keys(positions, kv_positions, lens, tree, spans)
         masks = tuple(
             {
                 mask: keys.visible(group.window, mask, block_len)[:, None]
@@ -181,15 +187,33 @@ class _Keys:
     kv_positions: Tensor  # int64 [keys]
     lens: Tensor  # int64 [rows]
     tree: Tensor | None  # bool [rows, queries, queries]
+    spans: Tensor | None  # int64 [rows, queries, 2]: more keys that a query sees, from and to
 
     def visible(self, window: int | None, mask: Mask, block_len: int) -> Tensor:
         """bool [rows, queries, keys]."""
+        is_seen = self._visible_behind(window, mask, block_len)
+        if self.spans is None:
+            return is_seen
+        first, end = self.spans.unbind(dim=2)
+        is_inside = (self.kv_positions >= first[..., None]) & (self.kv_positions < end[..., None])
+        return is_seen | is_inside
+
+    def _visible_behind(self, window: int | None, mask: Mask, block_len: int) -> Tensor:
         if self.tree is not None:
             return _visible_in_trees(self.tree, self.positions[:, 0], self.kv_positions, window)
         is_seen = visible(self.positions, self.kv_positions, window, mask=mask, block_len=block_len)
         if mask is Mask.CAUSAL:
             return is_seen
         return is_seen & (self.kv_positions < self.lens[:, None])[:, None]
+
+
+def _spans_of(batch: ForwardBatch) -> Tensor | None:
+    """int64 [tokens, 2]: the span of each token, which is empty for tokens of text."""
+    features = batch.features
+    if features is None or features.spans is None:
+        return None
+    spans = features.spans.new_zeros(batch.num_tokens, 2)
+    return spans.index_copy(0, features.tokens, features.spans)
 
 
 def _visible_in_trees(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aserve.errors import ConfigError
 from aserve.gpu.attention import registry
@@ -16,6 +16,7 @@ from aserve.gpu.attention.base import (
     Capabilities,
 )
 from aserve.gpu.attention.latents import with_latents
+from aserve.gpu.attention.pictures import with_pictures
 from aserve.gpu.attention.registry import AUTO
 from aserve.gpu.attention.sparse import SparseBackend, with_sparse
 from aserve.messages.base import MIB
@@ -63,12 +64,15 @@ def build_attention(requested: str, site: AttentionSite, *, order: Sequence[str]
     for name in names:
         try:
             kind = load_backend(name)
-            inner = with_latents(_build(kind, site), site)
+            inner = with_pictures(with_latents(_build(kind, site), site), site)
             backend = with_sparse(inner, site, kind.make_sparse_ops)
         except AttentionUnavailable as error:
             reasons[name] = str(error)
             continue
-        return Attention(name, kind.capabilities, backend, is_auto, reasons, _memory(backend))
+        # With pictures some steps are gathered by pages.
+        whole_pages = kind.capabilities.whole_pages or site.has_spans
+        capabilities = replace(kind.capabilities, whole_pages=whole_pages)
+        return Attention(name, capabilities, backend, is_auto, reasons, _memory(backend))
     why = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
     if is_auto:
         message = (

@@ -58,7 +58,6 @@ from aserve.gpu.models.pooled_families import (
 )
 from aserve.gpu.models.vision_language import VisionLanguageFamily
 from aserve.gpu.weights.checkpoint import Rename, as_stored
-from aserve.gpu.weights.renamed import text_name
 from aserve.gpu.weights.source import WeightSource
 
 
@@ -197,12 +196,13 @@ FAMILIES: Mapping[str, Family] = {
         gemma3.gemma3,
         gemma3.DEFAULTS,
     ),
-    "Gemma3ForConditionalGeneration": DecoderFamily(
+    "Gemma3ForConditionalGeneration": VisionLanguageFamily(
         "Gemma 3",
-        "as Gemma 3 (text), from a checkpoint that reads pictures too; these are refused",
+        "as Gemma 3 (text), and pictures by SigLIP, whose tokens see each other",
         gemma3.gemma3,
+        gemma3.siglip,
         gemma3.TEXT_DEFAULTS,
-        text_name,
+        gemma3.own_name,
     ),
     "Glm4MoeForCausalLM": DecoderFamily(
         "GLM-4.5",

@@ -24,10 +24,12 @@ from aserve.picture import Picture
 
 @dataclass(frozen=True, slots=True)
 class TokenFeatures:
-    """Features that the vision encoder computed for some tokens of a forward."""
+    """Features that the vision encoder computed for some tokens of a forward. Where the tokens of
+    a picture see each other, `spans` are its first KV position and the one behind its last."""
 
     tokens: Tensor  # int64 [n], indices into the forward's tokens
     values: Tensor  # [1 + deep layers, n, hidden]
+    spans: Tensor | None = None  # int64 [n, 2]
 
 
 class VisionLanguageModel:
@@ -36,6 +38,7 @@ class VisionLanguageModel:
     __slots__ = (
         "dtype",
         "has_axes",
+        "has_spans",
         "hidden_size",
         "layers",
         "max_model_len",
@@ -45,11 +48,11 @@ class VisionLanguageModel:
         "vocab_size",
     )
 
-    def __init__(self, text: Decoder, vision: VisionEncoder, *, has_axes: bool) -> None:
-        """With `has_axes`, tokens have rotary positions on several axes."""
+    def __init__(self, text: Decoder, vision: VisionEncoder) -> None:
         self.text = text
         self.vision = vision
-        self.has_axes = has_axes
+        self.has_axes = bool(text.spec.rope_axes)  # tokens have rotary positions on several axes
+        self.has_spans = vision.spec.sees_itself
         self.layers, self.recurrent_layers = text.layers, text.recurrent_layers
         self.vocab_size = text.vocab_size
         self.hidden_size = text.hidden_size
@@ -125,9 +128,7 @@ class VisionLanguageFamily:
     def build(
         self, config: ModelConfig, weights: WeightSource, *, max_model_len: int
     ) -> VisionLanguageModel:
-        spec = self.text(config)
         return VisionLanguageModel(
-            Decoder(spec, weights, max_model_len=max_model_len),
+            Decoder(self.text(config), weights, max_model_len=max_model_len),
             VisionEncoder(self.vision(config), weights),
-            has_axes=bool(spec.rope_axes),
         )

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from aserve.errors import ConfigError
 from aserve.gpu.models.base import Attend, CausalModel
 from aserve.gpu.models.vision_language import TokenFeatures, VisionLanguageModel
 from aserve.gpu.step.forward_batch import ForwardBatch
@@ -23,10 +24,12 @@ from aserve.gpu.step.plan import StepPlan
 from aserve.gpu.step.resolve import DeviceStep
 from aserve.gpu.transfer.staging import HostArrays
 from aserve.messages.base import ArrayI32
+from aserve.messages.executor import DecodeCaps
 from aserve.messages.step import RowInit
 from aserve.picture import NUM_AXES, Picture, rope_offsets
 
-OFFSETS, TOKENS = "rope_offsets", "picture_tokens"  # of the staged arrays
+# Of the staged arrays.
+OFFSETS, TOKENS, SPANS = "rope_offsets", "picture_tokens", "picture_spans"
 
 
 class Part(NamedTuple):
@@ -37,6 +40,12 @@ class Part(NamedTuple):
     tokens: npt.NDArray[np.int32]  # their indices in the step
     features: npt.NDArray[np.int32]  # their indices in the picture
     is_last: bool  # whether the step computes the picture's last token
+
+    @property
+    def spans(self) -> npt.NDArray[np.int32]:
+        """int32 [n, 2]: see `TokenFeatures`."""
+        span = (self.picture.start, self.picture.end)
+        return np.full((len(self.tokens), 2), span, np.int32)
 
 
 class PictureRows:
@@ -62,9 +71,11 @@ class PictureRows:
         self._write(plan.batch.row_inits)
         if self.has_axes:
             arrays.add(OFFSETS, self._offsets_of(plan).reshape(-1))
-        tokens = [part.tokens for part in self._parts(plan)]
-        if tokens:
-            arrays.add(TOKENS, np.concatenate(tokens))
+        parts = [*self._parts(plan)]
+        if parts:
+            arrays.add(TOKENS, np.concatenate([part.tokens for part in parts]))
+        if parts and self._model.has_spans:
+            arrays.add(SPANS, np.concatenate([part.spans for part in parts]).reshape(-1))
 
     def applied(self, step: DeviceStep) -> DeviceStep:
         """Returns the step with its rotary positions, and with the features of its pictures."""
@@ -75,7 +86,10 @@ class PictureRows:
         parts = [*self._parts(step.plan)]
         if parts:
             values = torch.cat([self._values(part) for part in parts], dim=1)
-            features = TokenFeatures(step.arrays.ints(TOKENS), values)
+            spans = None
+            if self._model.has_spans:
+                spans = step.arrays.ints(SPANS).view(-1, 2)
+            features = TokenFeatures(step.arrays.ints(TOKENS), values, spans)
             self._forget_passed(step.plan)
             batch = dataclasses.replace(batch, features=features)
         return dataclasses.replace(step, batch=batch)
@@ -138,9 +152,23 @@ class PictureRows:
                 del self._pictures[row]
 
 
-def picture_rows(model: CausalModel) -> PictureRows | None:
-    """None for a model that reads no pictures."""
-    return PictureRows(model) if isinstance(model, VisionLanguageModel) else None
+def picture_rows(model: CausalModel, caps: DecodeCaps) -> PictureRows | None:
+    """None for a model that reads no pictures. Raises ConfigError for draft trees that the model's
+    positions do not allow."""
+    if not isinstance(model, VisionLanguageModel):
+        return None
+    if model.has_axes and caps.tree is not None:
+        raise ConfigError(
+            "a model whose pictures have positions of three axes runs without draft trees; chains "
+            "are supported",
+            param="speculative_algorithm",
+        )
+    return PictureRows(model)
+
+
+def has_spans(model: CausalModel) -> bool:
+    """Returns whether the tokens of a picture see each other."""
+    return isinstance(model, VisionLanguageModel) and model.has_spans
 
 
 def _known(plan: StepPlan, rows: Mapping[int, object]) -> Iterator[tuple[int, int, int, int]]:

@@ -13,24 +13,12 @@ from aserve.gpu.weights.source import WeightSource
 
 # Newer checkpoints of models with several parts put these before the names of each part.
 PARTS = {"model.language_model.": "model.", "model.visual.": "visual."}
-# Older ones of some families put this before the names of the text model.
-TEXT_PART = "language_model."
-PICTURE_PARTS = ("vision_tower.", "multi_modal_projector.")
 
 
 def older_name(name: str) -> str:
     """Returns the name that a tensor has in older checkpoints, by which it is known here."""
     part = next((part for part in PARTS if name.startswith(part)), "")
     return PARTS.get(part, "") + name.removeprefix(part)
-
-
-def text_name(name: str) -> str | None:
-    """Returns the name of a tensor of the text model, and None for one of the encoder of pictures,
-    which is not loaded.
-    """
-    if name.removeprefix("model.").startswith(PICTURE_PARTS):
-        return None
-    return name.removeprefix(TEXT_PART)
 
 
 def renamed(name: str, names: Mapping[str, str]) -> str:

@@ -1,5 +1,5 @@
-"""The vision transformer of Qwen-VL and of Mistral Small 3 (Pixtral). `VisionSpec` says how they
-differ.
+"""The vision transformers of Qwen-VL, Mistral Small 3 (Pixtral) and Gemma 3 (SigLIP). `VisionSpec`
+says how they differ.
 
 A picture is cut into patches. Each becomes one hidden state, all of a picture see each other (or
 those of a window do), and a square of `merge_size` x `merge_size` hidden states becomes one token:
@@ -8,11 +8,11 @@ those of a window do), and a square of `merge_size` x `merge_size` hidden states
     h = h + attention(norm1(h));  h = h + mlp(norm2(h))       for each block
     y = merger(h)                                             of the states of each square
 
-Patches come square by square, and so do all tensors here. Queries and keys are rotated by RoPE on
-two axes: half of the pairs use the row of the patch, the other half its column.
+Patches come square by square, and so do all tensors here. Queries and keys may be rotated by RoPE
+on two axes: half of the pairs use the row of the patch, the other half its column.
 
-Source: modeling_qwen2_vl.py, modeling_qwen2_5_vl.py, modeling_qwen3_vl.py and modeling_pixtral.py
-in transformers.
+Source: modeling_qwen2_vl.py, modeling_qwen2_5_vl.py, modeling_qwen3_vl.py, modeling_pixtral.py and
+modeling_siglip.py in transformers.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
     deep_merger: MakeLayer | None = None
     frames: int = 0  # a still picture is that many equal frames; 0: patches have no such axis
     norm_eps: float = 1e-6
-    rope: VisionRope = VisionRope()
+    rope: VisionRope | None = VisionRope()
     qkv: tuple[str, ...] = ("qkv",)  # names of the layers of queries, keys and values
     has_bias: bool = True  # in the linear layers of blocks
     has_patch_bias: bool = False
@@ -83,6 +83,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
     window: int = 0  # tokens on a side of an attention window; 0: no windows
     full_layers: tuple[int, ...] = ()  # blocks without windows, where there are windows
     deep_layers: tuple[int, ...] = ()
+    sees_itself: bool = False  # the text model's tokens of a picture see each other
 
     @property
     def token_side(self) -> int:
@@ -139,7 +140,9 @@ class VisionEncoder:
         if self.first_norm is not None:
             hidden = self.first_norm(hidden)
         head_dim = spec.hidden_size // spec.num_heads
-        cos_sin = spec.rope.table(grid, head_dim, wide_dtype(hidden.dtype))
+        cos_sin = hidden.new_empty(len(hidden), 0)
+        if spec.rope is not None:
+            cos_sin = spec.rope.table(grid, head_dim, wide_dtype(hidden.dtype))
         order = window_order(rows, columns, spec.window or max(rows, columns))
         squares = order.index.to(hidden.device)
         hidden, cos_sin = self._by_square(hidden, squares), self._by_square(cos_sin, squares)
@@ -156,8 +159,8 @@ class VisionEncoder:
     def _by_square(self, values: Tensor, squares: Tensor) -> Tensor:
         """Puts the squares of patches into another order."""
         size = self.spec.merge_size**2
-        ordered = values.view(-1, size, values.shape[1]).index_select(0, squares)
-        return ordered.flatten(0, 1)
+        by_square = values.view(len(squares), size, values.shape[1])
+        return by_square.index_select(0, squares).flatten(0, 1)
 
 
 class VisionBlock:
@@ -182,9 +185,10 @@ class VisionBlock:
 
     def _attention(self, x: Tensor, cos_sin: Tensor, windows: list[int]) -> Tensor:
         heads = self.qkv(x).unflatten(1, (3 * self.num_heads, -1))
-        queries_and_keys, values = heads.split((2 * self.num_heads, self.num_heads), dim=1)
-        rotated = apply_rope(queries_and_keys.to(cos_sin.dtype), RopeInputs(cos_sin))
-        q, k = rotated.to(x.dtype).chunk(2, dim=1)
+        rotated, values = heads.split((2 * self.num_heads, self.num_heads), dim=1)
+        if cos_sin.shape[1]:
+            rotated = apply_rope(rotated.to(cos_sin.dtype), RopeInputs(cos_sin)).to(x.dtype)
+        q, k = rotated.chunk(2, dim=1)
         parts = zip(*(part.split(windows) for part in (q, k, values)), strict=True)
         return self.out(torch.cat([_attend(*part) for part in parts]).flatten(1))
 

@@ -176,3 +176,32 @@ def patch_merger(
         size=size,
         square=square,
     )
+
+
+class PooledMerger:
+    """Norms the hidden states of patches, and makes one token of the mean of those of a square."""
+
+    __slots__ = ("norm", "post_norm", "projection", "square")
+
+    def __init__(self, post_norm: Layer, norm: Layer, projection: Tensor, *, square: int) -> None:
+        self.post_norm = post_norm
+        self.norm = norm
+        self.projection = projection  # [hidden, out]
+        self.square = square  # patches of a square
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[patches, hidden] -> [tokens, out]."""
+        means = self.post_norm(hidden).unflatten(0, (-1, self.square)).mean(dim=1)
+        return self.norm(means) @ self.projection
+
+
+def pooled_merger(prefix: str, spec: VisionSpec, weights: WeightSource, /) -> Layer:
+    """The projector of Gemma 3 (modeling_gemma3.py in transformers)."""
+    size = spec.hidden_size
+    norm = weights.tensor(f"{prefix}.norm.weight", (size,), offset=1.0)
+    return PooledMerger(
+        layer_norm(f"{prefix}.post_norm", spec, weights),
+        weights.elementwise.norm(norm, eps=spec.norm_eps),
+        weights.tensor(f"{prefix}.projection", (size, spec.out_size)),
+        square=spec.merge_size**2,
+    )
