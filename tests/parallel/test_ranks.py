@@ -130,7 +130,7 @@ def test_whole_experts_on_ranks_change_no_token(
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_rank_encodes_the_pictures(kind: str, tmp_path: Path) -> None:
     save_picture_model(kind, tmp_path)
-    prompt = PicturePrompt.of(8, random_picture(2, 3), 7)
+    prompt = PicturePrompt.of(8, random_picture(2, 3), 7, kind=kind)
     asked = request("pictured", prompt.ids.tolist(), max_tokens=12)
     asked = msgspec.structs.replace(asked, pictures=prompt.pictures)
     one = serve(loaded(tmp_path), [asked])
