@@ -194,9 +194,11 @@ class Router:
         return response
 
     async def _read(self, request: web.Request) -> bytes | None:
-        """Returns the body, or None if there is none or it is streamed to the replica."""
+        """Returns the body, or None if there is none or it is streamed to the replica. One whose
+        path has an id may have to be sent to all of them.
+        """
         is_upload = request.content_type.startswith("multipart/")
-        if not request.can_read_body or is_upload:
+        if not request.can_read_body or (is_upload and not id_in_path(request.path)):
             return None
         if request.content_length and request.content.is_eof():  # it came with the head
             return request.content.read_nowait()

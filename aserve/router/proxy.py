@@ -16,7 +16,7 @@ import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -47,6 +47,7 @@ from aserve.router.owners import Owners, ids_in
 from aserve.router.policies import Demand
 from aserve.router.rate_limits import SocketLimits
 from aserve.router.replica_connection import Answer, AnswerBroken
+from aserve.router.search import Begun, Search
 from aserve.router.upstream import CANNOT_CONNECT, GONE, Call, Upstream
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,6 @@ class Exchange:
     named: list[str] = field(default_factory=list)
     headers: dict[str, str] = field(default_factory=dict)
     limits: SocketLimits | None = None  # of a websocket
-    is_search: bool = False  # a 404 means that another replica is asked
     keeps_tail: bool = False
     tail: bytes = b""
     num_bytes: int = 0
@@ -187,17 +187,18 @@ class Proxy:
                 tried.append(name)
 
     async def search(self, exchange: Exchange, names: Sequence[str]) -> web.StreamResponse:
-        """Asks for an id that may be any replica's: the answer is that of the first to know it."""
-        failure: NotAnswered | None = None
-        for name in names:
+        """Asks all at once for an id that may be any replica's."""
+
+        async def ask(name: str) -> Begun:
             if self._balancer.find(name) is None:  # it was removed meanwhile
-                continue
-            exchange.is_search = name != names[-1]
-            try:
-                return await self._send(exchange, name)
-            except NotAnswered as error:
-                failure = error
-        raise self._refusal(exchange.demand, failure)
+                raise NotAnswered(UNKNOWN)
+            return await self._ask(exchange, name)
+
+        try:
+            found = await Search(ask).best(names)
+        except NotAnswered as error:
+            raise self._refusal(exchange.demand, error) from None
+        return await self._pass_on(exchange, found)
 
     async def relay(self, exchange: Exchange, *, max_size: int) -> web.StreamResponse:
         """Connects a websocket of the client with one of the first replica that takes it."""
@@ -235,16 +236,23 @@ class Proxy:
         return found
 
     async def _send(self, exchange: Exchange, name: str) -> web.StreamResponse:
+        return await self._pass_on(exchange, await self._ask(exchange, name))
+
+    async def _ask(self, exchange: Exchange, name: str) -> Begun:
+        """Returns an answer whose first bytes have come. It is open until it is passed on."""
         upstream = self.upstreams[name]
-        with self._counted(exchange, name):
+        async with AsyncExitStack() as opened:
+            opened.enter_context(self._counted(exchange, name))
             with self._failing_over(exchange, name):
                 answer = await upstream.ask(exchange.call)
-            try:
-                with self._failing_over(exchange, name):
-                    first = await self._first_bytes(exchange, name, answer)
-                return await self._pass_on(exchange, name, answer, first)
-            finally:
-                await upstream.release(answer)
+            opened.push_async_callback(upstream.release, answer)
+            with self._failing_over(exchange, name):
+                first = await self._first_bytes(exchange, name, answer)
+            return Begun(name, answer, first, opened.pop_all())
+
+    async def _pass_on(self, exchange: Exchange, begun: Begun) -> web.StreamResponse:
+        async with begun.opened:
+            return await self._stream(exchange, begun)
 
     @contextmanager
     def _failing_over(self, exchange: Exchange, name: str) -> Iterator[None]:
@@ -262,17 +270,13 @@ class Proxy:
         if answer.status in TRY_ANOTHER and not exchange.demand.owner:
             self._balancer.failed(name)
             raise NotAnswered(await refused_by(answer), may_repeat=_repeats(exchange))
-        if exchange.is_search and answer.status == web.HTTPNotFound.status_code:
-            raise NotAnswered(UNKNOWN)
         first = await answer.read_some()
         self._balancer.succeeded(name)
         return first
 
-    async def _pass_on(
-        self, exchange: Exchange, name: str, answer: Answer, first: bytes
-    ) -> web.StreamResponse:
+    async def _stream(self, exchange: Exchange, begun: Begun) -> web.StreamResponse:
         """Streams the answer. The client's speed is then that of the replica."""
-        request = exchange.request
+        name, answer, first, request = begun.name, begun.answer, begun.first, exchange.request
         headers = [*end_to_end(answer.headers), *exchange.headers.items()]
         if answer.status < 400:
             made = [*exchange.named, *ids_in(first), *answer.headers.getall("X-Request-Id", [])]

@@ -497,24 +497,6 @@ async def test_state_is_asked_of_the_replica_that_has_it() -> None:
         assert server.router.proxy.owners.find(["resp_abcdef"]) == owner.url
 
 
-async def test_a_replica_that_is_removed_during_a_search_is_not_asked() -> None:
-    may_answer = asyncio.Event()
-
-    async def unknown(writer: asyncio.StreamWriter) -> None:
-        await may_answer.wait()
-        writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
-
-    first, removed = StandIn(unknown), StandIn()
-    async with routed(first, removed) as (client, server):
-        asking = asyncio.create_task(client.get("/v1/responses/resp_unknown"))
-        await first.asked_more(1)
-        server.router.balancer.remove(removed.url)
-        may_answer.set()
-        async with await asking as got:
-            assert (got.status, (await got.json())["error"]["code"]) == (404, "not_found")
-    assert removed.asked == []
-
-
 async def test_lists_of_replicas_that_differ_are_joined_as_far_as_they_can_be() -> None:
     left = StandIn(answered(b'{"data":[{"id":["x"]}],"n":null,"m":1,"k":"a"}'))
     right = StandIn(answered(b'{"data":[{"id":"b"}],"n":3,"m":"?","k":2,"total":4,"created":1}'))
