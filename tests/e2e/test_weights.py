@@ -171,11 +171,15 @@ async def test_tensors_of_files_take_the_place_of_the_checkpoints_own(
         assert await outputs(client) == (*expected[:2], "t")
         save_file({"model.nowhere": torch.zeros(2)}, tmp_path / "unknown")
         save_file({"model.norm.weight": torch.zeros(2)}, tmp_path / "misshapen")
+        save_file({"mtp.norm.weight": torch.zeros(2)}, tmp_path / "drafter")
+        save_file({}, tmp_path / "empty")
         os.mkfifo(tmp_path / "pipe")
         (tmp_path / "pickle").write_bytes(pickle_of(torch.zeros(2)))
         for name, words in (
             ("unknown", "unexpected: model.nowhere"),
             ("misshapen", "model.norm.weight is 2 instead of"),
+            ("drafter", "no tensor that an update can change: mtp.norm.weight"),
+            ("empty", "no tensor that an update can change: it is empty"),
             ("pickle", "not a readable safetensors file"),
             ("missing", "does not exist"),
             ("pipe", "pipe is no regular file"),

@@ -130,7 +130,7 @@ class Checkpoint:
             self._check_index(index)
             for path in self._updates:
                 self._files[str(path)] = stack.enter_context(open_file(path, self._device))
-                self._note_tensors(str(path), replaces=True)
+                self._note_update(path)
             self._take_fp8()
             self._take_mxfp4()
             self._take_coded()
@@ -275,6 +275,18 @@ class Checkpoint:
             part = file.get_slice(stored_name)
             shape, dtype = tuple(part.get_shape()), part.get_dtype()
             self.tensors[name] = StoredTensor(file_name, stored_name, shape, dtype)
+
+    def _note_update(self, path: Path) -> None:
+        """WHY: a file with the weights of a drafter alone would be an update without an effect."""
+        names = self._files[str(path)].keys()
+        if all(self._rename(name) is None for name in names):
+            found = listed(names) or "it is empty"
+            raise ConfigError(
+                f"{path} has no tensor that an update can change: {found}. "
+                "Weights of the model can be updated; those of a drafter (also of modules of "
+                "multi-token prediction) change when the server is started with a new checkpoint"
+            )
+        self._note_tensors(str(path), replaces=True)
 
     def _take_fp8(self) -> None:
         """Removes the scales of fp8 weights from the tensors, and names the dtype that is read."""
