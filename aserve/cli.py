@@ -13,7 +13,7 @@ import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeAlias
+from typing import NoReturn
 
 from rich.console import Console
 
@@ -49,13 +49,8 @@ from aserve.options.arguments import add_groups
 from aserve.options.foreign_flags import add_foreign_flags
 from aserve.options.node_options import NodeOptions
 from aserve.options.option import Option, options_of, parse_options, unknown_option
-from aserve.terminal import ask, complain, print_lines, read_stdin, show
+from aserve.terminal import complain, print_lines, read_stdin, show
 from aserve.tiny import MODEL_DIR
-
-if TYPE_CHECKING:
-    from aserve.engine import Engine
-
-Message: TypeAlias = dict[str, str]
 
 ENGINE_RECORDS = (
     *(ModelOptions, KvOptions, SchedulerOptions, SpeculativeOptions, DiffusionOptions),
@@ -194,50 +189,12 @@ def _generate(resolved: Resolved, text: str) -> int:
 
 
 def _chat(resolved: Resolved) -> int:
-    """Runs a chat, in which Ctrl-C ends an answer and Ctrl-D the chat."""
-    from aserve.engine import Engine
+    from aserve.chat import run_chat
 
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")  # input() then has line editing and a history
-    console = Console()
-    system = resolved.prompt.system
-    opening: list[Message] = [{"role": "system", "content": system}] if system else []
-    messages = opening
-    with Engine(resolved) as engine:
-        console.print(f"{resolved.model_name}: /clear begins anew, Ctrl-D ends.", style="dim")
-        while (line := ask(console)) is not None:
-            if line == "/clear":
-                messages = opening
-            elif line:
-                messages = _exchange(engine, messages, line=line, resolved=resolved)
+    run_chat(resolved, Console(), **_sampling(resolved))
     return 0
-
-
-def _exchange(
-    engine: Engine, messages: list[Message], *, line: str, resolved: Resolved
-) -> list[Message]:
-    """Returns the messages with the question and its answer, or unchanged if it was refused."""
-    asked = [*messages, {"role": "user", "content": line}]
-    answer = _answer(engine, asked, resolved)
-    return messages if answer is None else [*asked, {"role": "assistant", "content": answer}]
-
-
-def _answer(engine: Engine, messages: list[Message], resolved: Resolved) -> str | None:
-    """Returns the answer, cut at Ctrl-C, or None for a refusal."""
-    answer = ""
-    try:
-        for chunk in engine.stream_sync(messages, **_sampling(resolved)):
-            answer += chunk.text
-            show(chunk.text)
-    except KeyboardInterrupt:
-        show(" [stopped]")
-    except AserveError as error:
-        if error.info().status >= 500:
-            raise
-        complain(error.message)
-        return None
-    show("\n")
-    return answer
 
 
 def _sampling(resolved: Resolved) -> dict[str, object]:

@@ -21,6 +21,7 @@ import sys
 from collections.abc import (
     AsyncGenerator,
     Callable,
+    Collection,
     Coroutine,
     Iterable,
     Iterator,
@@ -57,6 +58,8 @@ from aserve.messages.requests import (
 )
 from aserve.messages.scored import PromptToken, TokenLogprob
 from aserve.options.option import unknown_option
+from aserve.parsers.events import ParsedEvent
+from aserve.parsers.registry import kept_tokens, make_parser, opens_reasoning
 from aserve.tiny import MODEL_DIR
 from aserve.unread import merge
 
@@ -197,13 +200,35 @@ class Engine:
 
     def stream_sync(self, prompt: PromptLike, **fields: object) -> Iterator[OutputChunk]:
         """`generate` for a plain `with`."""
-        thread = self._running_thread()
-        chunks = self.generate(prompt, **fields)
-        try:
-            while (chunk := thread.call(_next(chunks))) is not None:
-                yield chunk
-        finally:
-            thread.call(chunks.aclose())
+        return self._iterated(self.generate(prompt, **fields))
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], **fields: object
+    ) -> AsyncGenerator[ParsedEvent, None]:
+        """Yields the parts of one answer as they come: the reasoning apart from the content, by the
+        parser of the options.
+        """
+        parsers = self._frontend.state.parsers
+        asked = _checked(fields)
+        if asked.n not in (None, 1):
+            raise InvalidRequest(f"a chat has one answer, and n is {asked.n}", param="n")
+        tail = parsers.prompt_end(asked.chat_template_kwargs or {})
+        parser = make_parser(
+            parsers.reasoning, None, starts_in_reasoning=opens_reasoning(tail, parsers.reasoning)
+        )
+        request = self._request(messages, fields, kept=kept_tokens(parsers.reasoning, None))
+        async with contextlib.aclosing(self._chunks(request)) as chunks:
+            async for chunk in chunks:
+                for event in parser.push(chunk.text):
+                    yield event
+        for event in parser.finish():
+            yield event
+
+    def chat_sync(
+        self, messages: Sequence[Mapping[str, Any]], **fields: object
+    ) -> Iterator[ParsedEvent]:
+        """`chat` for a plain `with`."""
+        return self._iterated(self.chat(messages, **fields))
 
     def generate_sync(self, prompts: Sequence[PromptLike], **fields: object) -> list[Answer]:
         """Returns answers in the order of the prompts. The first error cancels the rest and is
@@ -234,6 +259,14 @@ class Engine:
     def embed_sync(self, prompts: Sequence[PromptLike]) -> list[ArrayF32]:
         """`embed` for a plain `with`, in the order of the prompts."""
         return self._running_thread().call(self._each(_listed(prompts), self.embed))
+
+    def _iterated(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
+        thread = self._running_thread()
+        try:
+            while (item := thread.call(_next(items))) is not None:
+                yield item
+        finally:
+            thread.call(items.aclose())
 
     def _running_thread(self) -> LoopThread:
         if self._loop_thread is None:
@@ -278,7 +311,10 @@ class Engine:
             raise errors.exceptions[0] from None
         return [answers[index] for index in range(len(prompts))]
 
-    def _request(self, prompt: PromptLike, fields: Mapping[str, object]) -> GenerateRequest:
+    def _request(
+        self, prompt: PromptLike, fields: Mapping[str, object], *, kept: Collection[str] = ()
+    ) -> GenerateRequest:
+        """`kept` are the special tokens that stay in the text."""
         asked = _checked(fields)
         sampling = sampling_of(
             asked,
@@ -289,6 +325,7 @@ class Engine:
         )
         if asked.prompt_logprobs is not None:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=asked.prompt_logprobs)
+        sampling = msgspec.structs.replace(sampling, kept_special_tokens=tuple(sorted(kept)))
         request_id = f"request-{next(self._numbers)}"
         return request_of(
             asked, _prompt_of(prompt, asked), sampling=sampling, request_id=request_id
@@ -302,8 +339,8 @@ def _without_errors(chunks: Iterable[OutputChunk]) -> Iterator[OutputChunk]:
         yield chunk
 
 
-async def _next(chunks: AsyncGenerator[OutputChunk, None]) -> OutputChunk | None:
-    return await anext(chunks, None)
+async def _next(items: AsyncGenerator[T, None]) -> T | None:
+    return await anext(items, None)
 
 
 @contextlib.contextmanager

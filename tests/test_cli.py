@@ -23,6 +23,7 @@ from aserve.host.memory import STARTUP_THRESHOLD
 from aserve.messages.output import OutputChunk, Usage
 from aserve.options.foreign_flags import FOREIGN_FLAGS, ForeignFlag
 from aserve.options.option import options_of
+from aserve.parsers.events import Content, ParsedEvent, Reasoning
 
 FACTS = Facts(default_model="none")
 REPOSITORY = Path(__file__).parents[1]
@@ -280,7 +281,9 @@ def test_no_option_is_shortened_silently() -> None:
 
 
 class EchoEngine:
-    """Answers with what was asked in capitals, a chat with all that was said in it."""
+    """Answers with what was asked in capitals, a chat with all that was said in it. To "think" it
+    answers with reasoning before that.
+    """
 
     def __init__(self, resolved: Resolved) -> None:
         self.asked: list[tuple[object, dict[str, object]]] = []
@@ -291,13 +294,19 @@ class EchoEngine:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def stream_sync(self, prompt: Any, **fields: object) -> Iterator[OutputChunk]:
-        said = prompt if isinstance(prompt, str) else "+".join(m["content"] for m in prompt)
+    def chat_sync(self, messages: Any, **fields: object) -> Iterator[ParsedEvent]:
+        said = "+".join(message["content"] for message in messages)
         if said.endswith("interrupt"):
             raise KeyboardInterrupt
         if said.endswith("too long"):
             raise InvalidRequest("the prompt is too long")
-        text = f"{said} {fields['temperature']}".upper()
+        if said.endswith("think"):
+            yield Reasoning("it is")
+            yield Reasoning(" A")
+        yield Content(f"{said} {fields['temperature']}".upper())
+
+    def stream_sync(self, prompt: str, **fields: object) -> Iterator[OutputChunk]:
+        text = f"{prompt} {fields['temperature']}".upper()
         yield OutputChunk("a", 0, text[:3], b"", Usage())
         yield OutputChunk("a", 0, text[3:], b"", Usage(), finish_reason="stop", is_last=True)
 
@@ -313,7 +322,7 @@ def chatted(monkeypatch: pytest.MonkeyPatch, *lines: str, system: str | None = N
             raise EOFError from None
 
     monkeypatch.setattr("builtins.input", read)
-    monkeypatch.setattr("aserve.engine.Engine", EchoEngine)
+    monkeypatch.setattr("aserve.chat.Engine", EchoEngine)
     return main(["chat", *(["--system", system] if system else [])])
 
 
@@ -340,6 +349,7 @@ def test_input_that_is_no_text_is_an_error_in_words_and_ends_no_chat_on_a_termin
 ) -> None:
     """A text in Latin-1 that was piped in ended with a traceback."""
     monkeypatch.setattr("aserve.engine.Engine", EchoEngine)
+    monkeypatch.setattr("aserve.chat.Engine", EchoEngine)
     lines = io.TextIOWrapper(io.BytesIO("né\n".encode("latin-1")), encoding="utf-8")
     monkeypatch.setattr(lines, "isatty", lambda: is_terminal)
     monkeypatch.setattr("sys.stdin", lines)
@@ -352,7 +362,7 @@ def test_a_chat_whose_input_ends_within_a_character_ends(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Python's decoder keeps such bytes, so each later read fails, and the chat went on."""
-    monkeypatch.setattr("aserve.engine.Engine", EchoEngine)
+    monkeypatch.setattr("aserve.chat.Engine", EchoEngine)
     lines = io.TextIOWrapper(io.BytesIO(b"n\n\xc3"), encoding="utf-8")
     monkeypatch.setattr("sys.stdin", lines)
     assert main(["chat"]) == 2
@@ -375,6 +385,35 @@ def test_ctrl_c_ends_an_answer_and_an_error_is_a_line_but_the_chat_goes_on(
     assert "[stopped]" in captured.out
     assert "> C 0.0" in captured.out
     assert captured.err == "aserve: error: the prompt is too long\n"
+
+
+@pytest.mark.parametrize(
+    ("terminal", "expected"),
+    [
+        (None, "Thinking...\nit is A\n...done thinking.\n\nTHINK 0.0"),
+        ("dumb", "Thinking...\nit is A\n...done thinking.\n\nTHINK 0.0"),
+        (
+            "xterm",
+            (
+                "\x1b[2mThinking...\n\x1b[0m\x1b[2mit is\x1b[0m\x1b[2m A\x1b[0m"
+                "\x1b[2m\n...done thinking.\n\n\x1b[0mTHINK 0.0\n"
+            ),
+        ),
+    ],
+)
+def test_reasoning_is_dimmed_on_a_terminal_and_is_no_part_of_the_next_prompt(
+    terminal: str | None,
+    expected: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if terminal is not None:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("TERM", terminal)
+    assert chatted(monkeypatch, "think", "b") == 0
+    out = capsys.readouterr().out
+    assert expected in out
+    assert "THINK+THINK 0.0+B 0.0" in out
 
 
 def test_help_and_version_are_quick_because_they_import_no_engine() -> None:

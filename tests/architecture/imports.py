@@ -59,6 +59,7 @@ REACH = {
     "aserve.__init__": Reach(aserve=(), packages=()),
     "aserve.__main__": ANYTHING,
     "aserve.cli": ANYTHING,
+    "aserve.chat": ANYTHING,
     "aserve.frontend": ANYTHING,
     "aserve.engine_core": ANYTHING,
     "aserve.engine": ANYTHING,
