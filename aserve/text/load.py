@@ -36,7 +36,7 @@ from aserve.text.model_files import load_template, read_json, token_text
 from aserve.text.pooling import PLAIN, PoolingTexts, load_pooling
 from aserve.text.template import ChatTemplate
 from aserve.text.tokenizer import TextTokenizer, numeric_template, numeric_tokenizer
-from aserve.text.vocabulary_files import check_vocabulary
+from aserve.text.vocabulary_files import check_special_tokens, check_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -201,6 +201,8 @@ def _convert_backend(model_dir: Path) -> Tokenizer:
     takes seconds.
     """
     check_vocabulary(model_dir)
+    check_special_tokens(model_dir)
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     is_gguf = (model_dir / GGUF).is_file()
@@ -217,6 +219,13 @@ def _convert_backend(model_dir: Path) -> Tokenizer:
                 "tokenizer.json, or take a version of the model that has one"
             ) from None
         raise ConfigError(f"{model_dir}: no usable tokenizer: {error}") from error
+    except (AttributeError, LookupError, StrictDataclassError, TypeError) as error:
+        raise ConfigError(
+            f"{model_dir}: transformers cannot read the tokenizer, because a value in config.json, "
+            f"tokenizer_config.json or special_tokens_map.json is of another type than it expects "
+            f"({type(error).__name__}: {error}); copy these files again from where the model came "
+            "from, or save the tokenizer as tokenizer.json"
+        ) from error
     backend = loaded.backend_tokenizer
     if not isinstance(backend, Tokenizer):
         raise ConfigError(

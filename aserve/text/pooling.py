@@ -20,6 +20,7 @@ from aserve.errors import ConfigError, InvalidRequest
 from aserve.json_file import texts_in
 from aserve.messages.base import ArrayF32
 from aserve.text.model_files import read_json
+from aserve.text.tokenizer import encodings
 
 MAX_SHOWN = 100  # characters of input in a message
 PROMPTS = "config_sentence_transformers.json"
@@ -131,7 +132,7 @@ def _activation(config: Mapping[str, Any]) -> Activation | None:
 
 def _affixes(backend: Tokenizer) -> tuple[int, int]:
     """Counts the special tokens around one token."""
-    mask = backend.encode("a").special_tokens_mask
+    mask = encodings(backend, ["a"], with_special=True)[0].special_tokens_mask
     if 0 not in mask:
         return 0, 0
     return mask.index(0), mask[::-1].index(0)
@@ -151,7 +152,7 @@ def _encode_pair(
 ) -> list[int]:
     """Adds the special tokens of a pair. The longer text loses its end until both have `max_len`
     tokens together, as in transformers."""
-    one, other = backend.encode_batch([first, second], add_special_tokens=False)
+    one, other = encodings(backend, [first, second], with_special=False)
     room = max(0, max_len - backend.num_special_tokens_to_add(is_pair=True))
     shorter, longer = sorted((one, other), key=lambda each: len(each.ids))
     if len(one.ids) + len(other.ids) > room:

@@ -180,16 +180,74 @@ def test_a_vocabulary_that_cannot_be_decoded_is_named_and_no_traceback(
         ({}, "a b\n\n", r"merges\.txt, line 2: '' is no merge"),
         ({}, "a b\na c\n", r"merges\.txt, line 2: the token 'c' .* not in vocab\.json"),
         ({}, "b a\n", r"merges\.txt, line 1: the token 'ba' .* not in vocab\.json"),
+        (None, "a b\n", r"merges\.txt, line 1: the token 'a' .* not in vocab\.json"),
         ({"b": "x"}, "a b\n", r"vocab\.json: the id of the token 'b' is 'x'; expected"),
         ({"b": -1}, "a b\n", r"vocab\.json: the id of the token 'b' is -1; expected"),
         ({"b": 2**40}, "a b\n", r"vocab\.json: the id of the token 'b' is 1099511627776"),
     ],
 )
 def test_a_malformed_vocabulary_is_named_with_its_line_or_value(
-    tmp_path: Path, vocab: dict[str, object], merges: str, message: str
+    tmp_path: Path, vocab: dict[str, object] | None, merges: str, message: str
 ) -> None:
-    write_vocabulary(tmp_path, vocab, merges)
+    write_vocabulary(tmp_path, vocab or {}, merges)
+    if vocab is None:
+        write(tmp_path, vocab={})
     with pytest.raises(ConfigError, match=message):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("added_tokens", [], r"added_tokens\.json holds no JSON object"),
+        ("added_tokens", {"<x>": None}, r"added_tokens\.json: the id of the token '<x>' is None"),
+        ("special_tokens_map", ["x"], r"special_tokens_map\.json holds no JSON object"),
+        ("special_tokens_map", {"pad_token": 5}, r"map\.json: pad_token is 5; expected a text, or"),
+        ("tokenizer_config", {"bos_token": ["x"]}, r"config\.json: bos_token is \['x'\]; expected"),
+        ("tokenizer_config", {"eos_token": {"content": 5}}, r"eos_token is \{'content': 5\}"),
+        ("tokenizer_config", {"tokenizer_class": 5}, "tokenizer_class is 5; expected a text"),
+        ("tokenizer_config", {"auto_map": []}, r"auto_map is \[\]; expected an object"),
+        ("tokenizer_config", {"added_tokens_decoder": []}, r"added_tokens_decoder is \[\]"),
+        ("tokenizer_config", {"added_tokens_decoder": {"5": "x"}}, r"decoder is \{'5': 'x'\}"),
+        ("tokenizer_config", {"added_tokens_decoder": {"x": {"content": "x"}}}, "an integer as"),
+        ("tokenizer_config", {"extra_special_tokens": {"a": None}}, "a list whose items are"),
+        (
+            "tokenizer_config",
+            {"additional_special_tokens": [5]},
+            r"tokens is \[5\]; expected a list",
+        ),
+    ],
+)
+def test_special_tokens_of_a_wrong_type_are_named_with_their_file_and_value(
+    tmp_path: Path, file: str, content: object, message: str
+) -> None:
+    write_vocabulary(tmp_path, {}, "a b\n")
+    (tmp_path / f"{file}.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=message):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config", {"extra_special_tokens": {"a": "<a>"}, "pad_token": None}),
+        ("special_tokens_map", {"additional_special_tokens": ["<a>", "<b>"]}),
+    ],
+)
+def test_special_tokens_in_their_usual_forms_are_read(
+    tmp_path: Path, file: str, content: dict[str, object]
+) -> None:
+    write_vocabulary(tmp_path, {}, "a b\n")
+    write(tmp_path, **{file: {"tokenizer_class": "Qwen2Tokenizer"} | content})
+    assert "<a>" in load_tokenizer(tmp_path).special_texts
+
+
+@pytest.mark.slow
+def test_what_transformers_cannot_use_of_a_tokenizer_is_no_traceback(tmp_path: Path) -> None:
+    write_vocabulary(tmp_path, {}, "a b\n")
+    write(tmp_path, config={"model_type": "qwen2", "vocab_size": "x"})
+    with pytest.raises(ConfigError, match=r"(?s)transformers cannot read the tokenizer, .*'x'"):
         load_tokenizer(tmp_path)
 
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, processors
 
+from aserve.errors import InvalidRequest
 from aserve.text.tokenizer import Spelling, TextTokenizer, spelling_of
 from tests.text.vocabularies import (
     EOS,
@@ -100,3 +101,22 @@ def test_bos_is_added_once() -> None:
         single=f"{EOS} $A", special_tokens=[(EOS, eos_id)]
     )
     assert TextTokenizer(backend, bos_id=eos_id).encode("ab", with_special=True).count(eos_id) == 1
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        models.WordLevel({"a": 0}, unk_token="?"),
+        models.WordPiece({"a": 0}, unk_token="?"),
+        models.Unigram([("a", -1.0)], None, False),
+        models.BPE({"a": 0}, [], unk_token="?"),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_a_text_that_the_vocabulary_cannot_spell_is_refused(model: models.Model) -> None:
+    """It was a bare Exception, which clients saw as an unexpected error of the server."""
+    tokenizer = TextTokenizer(Tokenizer(model))
+    assert tokenizer.encode("a", with_special=True) == [0]
+    with pytest.raises(InvalidRequest, match="no token for unknown text") as caught:
+        tokenizer.encode("z", with_special=True)
+    assert caught.value.info().code == "no_token_for_text"
