@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ FASTMATH = {"contract", "reassoc", "nsz", "arcp"}
 # on them; 16 rows of 100 positions, 8 heads of 32: attention takes 57 us, and 74 with them.
 NO_REFCOUNT: Mapping[str, Any] = {"_nrt": False}
 
+# Of several threads one compiles, as numba has it; the others must not find compiling disabled.
+ONE_COMPILES = threading.RLock()
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +52,14 @@ def compile_ahead(function: Any, *arguments: Any) -> None:
     if not isinstance(function, Dispatcher):
         return
     name = function.py_func.__name__
-    function.disable_compile(False)
-    with compile_lock(name), event.install_listener("numba:compile", CompileLogger(name)):
-        try:
-            function.compile(types.void(*arguments))
-        except OSError as error:  # the kernel is compiled by then
-            logger.warning("a compiled kernel cannot be kept for later starts: %s", error)
-    function.disable_compile()
+    with ONE_COMPILES, compile_lock(name):
+        function.disable_compile(False)
+        with event.install_listener("numba:compile", CompileLogger(name)):
+            try:
+                function.compile(types.void(*arguments))
+            except OSError as error:  # the kernel is compiled by then
+                logger.warning("a compiled kernel cannot be kept for later starts: %s", error)
+        function.disable_compile()
 
 
 @contextlib.contextmanager

@@ -6,6 +6,8 @@ import logging
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +84,28 @@ def test_a_kernel_is_compiled_once_and_says_so(caplog: pytest.LogCaptureFixture)
     numbers = np.ones(2, np.float32)
     _double(numbers)
     assert numbers.tolist() == [2, 2]
+
+
+@njit(nogil=True)
+def _halve(numbers: npt.NDArray[np.float32]) -> None:
+    for i in range(numbers.shape[0]):
+        numbers[i] *= 0.5
+
+
+def test_threads_compile_one_kernel_for_other_types_at_the_same_time() -> None:
+    """The first to end disabled compiling for the others, which raised."""
+    kinds = (types.float32, types.float64, types.int32, types.int64)
+    begin = threading.Barrier(len(kinds))
+
+    def compile_for(kind: types.Type) -> None:
+        begin.wait()
+        compile_ahead(_halve, types.Array(kind, 1, "C"))
+
+    with ThreadPoolExecutor(len(kinds)) as pool:
+        list(pool.map(compile_for, kinds))
+    assert len(_halve.signatures) == len(kinds)
+    with pytest.raises(TypeError):
+        _halve(np.ones(2, np.int8))
 
 
 @pytest.mark.slow
