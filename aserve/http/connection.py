@@ -21,7 +21,6 @@ import logging
 import os
 import resource
 import socket
-import ssl
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from aserve.http.errors import error_body, error_response, refused
 from aserve.http.intake import EXPECTATION
 from aserve.http.masked_frames import MaskedFrames
 from aserve.http.peers import Peers
-from aserve.http.tls import tls_context
+from aserve.http.tls import TlsArguments, tls_arguments
 from aserve.options.option import is_host
 
 # Waits for what a frontend must know before clients reach it. Other frontends reach it already.
@@ -75,11 +74,11 @@ async def listen(
     )
     _complete_heads(runner.server)
     connections = Connections(runner.server, limits)
-    tls = tls_context(options)
+    tls = tls_arguments(options)
     if options.uds is not None:
         await check_unused(options.uds)
         loop = asyncio.get_running_loop()
-        return [await loop.create_unix_server(connections, options.uds, backlog=BACKLOG, ssl=tls)]
+        return [await loop.create_unix_server(connections, options.uds, backlog=BACKLOG, **tls)]
     is_shared = peers.are_several
     host, port = options.host, options.port
     if host and not is_host(host):
@@ -179,7 +178,7 @@ async def open_port(
     host: str,
     port: int,
     *,
-    tls: ssl.SSLContext | None = None,
+    tls: TlsArguments | None = None,
     is_shared: bool = False,
 ) -> list[asyncio.Server]:
     """Opens a port, which other processes may open as well if it `is_shared`. All of the servers
@@ -189,9 +188,9 @@ async def open_port(
     iteration lasts as long as a step of the engine, a client would wait for a step per connection
     that others opened before it: 300 of them delayed it by 180 steps.
     """
-    loop = asyncio.get_running_loop()
+    loop, tls = asyncio.get_running_loop(), tls or {}
     first = await loop.create_server(
-        make_protocol, host, port, backlog=BACKLOG, ssl=tls, reuse_port=is_shared or None
+        make_protocol, host, port, backlog=BACKLOG, reuse_port=is_shared or None, **tls
     )
     copies = [
         socket.fromfd(sock.fileno(), sock.family, sock.type)
@@ -199,7 +198,7 @@ async def open_port(
         for _ in range(ACCEPTS - 1)
     ]
     others = [
-        await loop.create_server(make_protocol, sock=sock, backlog=BACKLOG, ssl=tls)
+        await loop.create_server(make_protocol, sock=sock, backlog=BACKLOG, **tls)
         for sock in copies
     ]
     return [first, *others]

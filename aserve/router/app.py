@@ -41,7 +41,15 @@ from aserve.router.prefixes import block_digests
 from aserve.router.proxy import STARTED_S, Exchange, Proxy
 from aserve.router.rate_limits import RateLimits, SocketLimits
 from aserve.router.request_facts import NO_FACTS, TOKEN_BYTES, RequestFacts, facts_of
-from aserve.router.upstream import CANNOT_CONNECT, GONE, Call, Upstream, check_address, name_of
+from aserve.router.upstream import (
+    CANNOT_CONNECT,
+    GONE,
+    PROBE_S,
+    Call,
+    Upstream,
+    check_address,
+    name_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -125,14 +133,19 @@ class Router:
             await asyncio.Event().wait()
 
     async def _watch(self, name: str) -> None:
+        told = ""
         while (replica := self.balancer.find(name)) is not None:
-            before = replica.state
+            before, cause = replica.state, ""
             try:
                 load = await self.proxy.upstreams[name].probe()
                 self.balancer.probed(name, load=load)
             # WHY: an address may also be one that no connection can be made to (ValueError).
             except (*GONE, ValueError) as error:
                 self.balancer.failed(name, is_down=isinstance(error, CANNOT_CONNECT))
+                cause = str(error) or f"it has not answered within {PROBE_S:g} seconds"
+            if cause and cause != told:
+                logger.warning("probe failed address=%s cause=%r", name, cause)
+            told = cause
             if replica.state != before:
                 logger.info("replica address=%s state=%s before=%s", name, replica.state, before)
             await asyncio.sleep(self.options.health_interval)

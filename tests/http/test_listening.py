@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import ssl
@@ -20,7 +21,8 @@ from tests.fakes.echo_engine import EchoEngine
 # Self-signed for localhost, until 2126; it is its own authority.
 CERTIFICATE, KEY = (str(Path(__file__).parent / "tls" / name) for name in ("cert.pem", "key.pem"))
 FIRST = Path(CERTIFICATE).read_bytes() + Path(KEY).read_bytes()
-SECOND = (Path(CERTIFICATE).parent / "renewed.pem").read_bytes()  # with its key
+RENEWED = str(Path(CERTIFICATE).parent / "renewed.pem")  # with its key
+SECOND = Path(RENEWED).read_bytes()
 TLS: dict[str, Any] = {"ssl_certfile": CERTIFICATE, "ssl_keyfile": KEY}
 
 
@@ -130,11 +132,51 @@ async def test_a_second_server_does_not_take_the_unix_socket_of_the_first(tmp_pa
     ("options", "words"),
     [
         ({"ssl_keyfile": KEY}, "need --ssl-certfile"),
-        ({"ssl_certfile": "missing.pem"}, "missing.pem: No such file"),
-        ({"ssl_certfile": CERTIFICATE}, "cert.pem"),
-        (TLS | {"ssl_ca_certs": KEY}, "key.pem"),
+        ({"ssl_certfile": "missing.pem"}, "missing.pem cannot be read: No such file"),
+        (TLS | {"ssl_keyfile": "missing.pem"}, "files: missing.pem cannot be read: No such file"),
+        ({"ssl_certfile": CERTIFICATE}, "cert.pem has no private key .--ssl-keyfile. in PEM form"),
+        ({"ssl_certfile": KEY}, "key.pem has no certificate in PEM form"),
+        (TLS | {"ssl_ca_certs": KEY}, "key.pem has no certificate in PEM form"),
+        (TLS | {"ssl_keyfile": RENEWED}, "renewed.pem is not the private key of the .*/cert.pem"),
+        (TLS | {"ssl_ca_certs": str(Path(KEY).parent)}, "tls: Is a directory"),
     ],
 )
 def test_files_that_do_not_work_are_named(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         tls_context(ServerOptions(**options))
+
+
+# A key of 256 bits, encrypted with the password "secret".
+ENCRYPTED = """\
+-----BEGIN ENCRYPTED PRIVATE KEY-----
+MIHsMFcGCSqGSIb3DQEFDTBKMCkGCSqGSIb3DQEFDDAcBAiyckNI1uAiawICCAAw
+DAYIKoZIhvcNAgkFADAdBglghkgBZQMEASoEEAQI//0Kj+/Mf8bsfqxNI8EEgZCO
+2rkSDNuXJOjHZ6SqjcEeXbeoaIhT4JK1874J++bk3oxMkBb0BtUngdQYpUCns8Pm
+DP8hAd57RotRurzU9iscujzhUNQAMJBKpPKmU80PMhWuXX0m0WHQzynCphXC9p4X
+GV2iuDs5x+My3KdKELy+spqanKbZP13ifEuRS/j/ivQUiI/Y/Reibqnl+ZCwL80=
+-----END ENCRYPTED PRIVATE KEY-----
+"""
+
+
+def test_an_encrypted_key_is_refused_and_no_password_is_asked_for(tmp_path: Path) -> None:
+    """OpenSSL asked the terminal, and a server waited for the answer while it served."""
+    key = tmp_path / "encrypted.pem"
+    key.write_text(ENCRYPTED)
+    with pytest.raises(ConfigError, match=r"private key in .*encrypted.pem is encrypted; decrypt"):
+        tls_context(ServerOptions(**TLS | {"ssl_keyfile": str(key)}))
+
+
+@pytest.mark.parametrize("beginning", [b"", b"\x16\x03\x01\x02\x00"])
+async def test_a_handshake_that_is_not_finished_ends_after_the_header_timeout(
+    beginning: bytes,
+) -> None:
+    """Such connections, which no limit counts, were held for a minute."""
+    async with EchoEngine(**TLS, header_timeout=0.2) as echo:
+        host, port = echo.url.removeprefix("https://").split(":")
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(beginning)
+        async with asyncio.timeout(5):
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+        writer.close()
+        assert await answered(echo.url, trusting()) == "hello"

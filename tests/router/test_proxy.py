@@ -464,6 +464,21 @@ async def test_a_replica_whose_probe_cannot_be_sent_ends_no_router() -> None:
         assert await post(client) == (200, b"ok")
 
 
+async def test_the_log_says_once_why_a_replica_is_not_healthy(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Such as that its certificate is not trusted; nothing said so."""
+    async with routed(StandIn(), health_interval=0.1) as (_, server):
+        server.router.add("http://127.0.0.1:9")
+        replica = server.router.balancer.replicas()[-1]
+        while replica.failures < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    told = [line for line in caplog.messages if "127.0.0.1:9 " in line]
+    assert len(told) == 1
+    assert "probe failed" in told[0]
+    assert "cannot connect to the replica" in told[0]
+
+
 async def test_a_body_that_is_nested_too_deeply_is_left_to_the_replica() -> None:
     async with (
         routed(StandIn()) as (client, _),
