@@ -28,6 +28,8 @@ from aserve.startup import Launched, Launcher, Stopped, Waits, launcher_of
 
 READY = b"\1"  # what a replica sends to its router
 
+LAST_SPANS_S = 2.0  # in which a collector must take the spans of the last requests
+
 logger = logging.getLogger(__name__)
 
 
@@ -87,8 +89,7 @@ class Server:
                 await self._frontends.close()
             await self._http.stop()
             await self._frontend.close()
-            if self._tracing is not None:
-                await in_thread(self._tracing.flush, name="flush")
+            await end_tracing(self._tracing)
         return 1 if self._frontend.failure else 0
 
     async def _serve(self) -> None:
@@ -176,6 +177,15 @@ def connect_tracing(frontend: Frontend) -> Tracing | None:
     tracing = open_tracing(endpoint, model_name=frontend.resolved.model_name)
     frontend.metrics.latency.on_end = tracing.record
     return tracing
+
+
+async def end_tracing(tracing: Tracing | None) -> None:
+    """Sends the last spans, or drops them after LAST_SPANS_S."""
+    if tracing is None:
+        return
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LAST_SPANS_S):
+            await in_thread(tracing.close, name="spans")
 
 
 def announce_ready(resolved: Resolved, launched: Launched, address: str) -> None:

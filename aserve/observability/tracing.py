@@ -14,7 +14,6 @@ from aserve.errors import ConfigError
 from aserve.messages.output import OutputChunk
 from aserve.observability.latency import Timeline
 
-FLUSH_MS = 2_000  # for the spans of the last requests
 NS = 1_000_000_000
 
 
@@ -50,9 +49,11 @@ class Tracing:
             span.set_status(trace.Status(trace.StatusCode.ERROR, chunk.error.code))
         span.end(end_time=self._ns(timeline.since_s))
 
-    def flush(self) -> None:
-        """Sends the last spans, or gives up after FLUSH_MS."""
-        self._provider.force_flush(FLUSH_MS)
+    def close(self) -> None:
+        """Sends the last spans. NOTE: with a collector that is slow or gone this takes most of a
+        minute, since an export under way has no limit but its own, so nobody waits for its end.
+        """
+        self._provider.shutdown()
 
     def _attributes(self, timeline: Timeline, chunk: OutputChunk) -> dict[str, Any]:
         sampling, times = timeline.sampling, timeline.times
@@ -95,6 +96,7 @@ def open_tracing(endpoint: str, *, model_name: str) -> Tracing:
             f"--otlp-traces-endpoint needs a package that is not installed ({error.name}): "
             "pip install 'aserve[otel]'"
         ) from None
-    provider = TracerProvider(resource=Resource.create({"service.name": "aserve"}))
+    resource = Resource.create({"service.name": "aserve"})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     return Tracing(provider, model_name=model_name)

@@ -41,7 +41,7 @@ from aserve.processes.frontends import (
 )
 from aserve.processes.link import Died, Link
 from aserve.program import end_process
-from aserve.server import connect_http, connect_tracing
+from aserve.server import connect_http, connect_tracing, end_tracing
 from aserve.text.load import load_text
 
 
@@ -100,8 +100,7 @@ class FurtherFrontend:
         await http.stop()
         self._is_closing = True
         await frontend.close()
-        if tracing is not None:
-            await in_thread(tracing.flush, name="flush")
+        await end_tracing(tracing)
         await self._link.close(timeout_s=1)
         return 1 if frontend.failure else 0
 

@@ -44,7 +44,7 @@ def spans_of(traceparent: str, chunk: OutputChunk, model: str) -> list[ReadableS
     timeline.num_tokens = 5
     tracing = Tracing(provider, model_name=model)
     tracing.record(timeline, chunk)
-    tracing.flush()
+    tracing.close()
     return sorted(exporter.get_finished_spans(), key=lambda span: (span.start_time, span.end_time))
 
 

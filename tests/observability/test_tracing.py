@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+import threading
 
 import pytest
 
+from aserve import server
 from aserve.config import Facts, Raw, resolve
 from aserve.errors import ConfigError
 from aserve.frontend import Frontend
 from aserve.messages.output import OutputChunk
 from aserve.observability.latency import Timeline
-from aserve.observability.tracing import open_tracing
+from aserve.observability.tracing import Tracing, open_tracing
 from aserve.server import connect_tracing
 from tests.fakes.executor import FakeExecutor
 from tests.http.asking import bearer
@@ -33,6 +36,28 @@ def test_without_the_package_the_start_says_what_to_install(
         connect_tracing(Frontend(resolve(Raw(command_line=given), Facts(default_model="none"))))
     with pytest.raises(ConfigError, match="--otlp-traces-endpoint"):
         open_tracing("anything", model_name="m")
+
+
+async def test_a_collector_that_hangs_holds_the_end_of_the_server_for_a_moment_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was held for up to 50 seconds: an export has no limit but its own."""
+    monkeypatch.setattr(server, "LAST_SPANS_S", 0.05)
+    ended, is_asked = threading.Event(), threading.Event()
+
+    class Hanging:
+        def get_tracer(self, _: str) -> None:
+            pass
+
+        def shutdown(self) -> None:
+            is_asked.set()
+            ended.wait()
+
+    async with asyncio.timeout(5):
+        await server.end_tracing(Tracing(Hanging(), model_name="m"))
+        await server.end_tracing(None)
+    assert is_asked.is_set()
+    ended.set()
 
 
 async def trace_at(server: WholeServer, level: int) -> None:
