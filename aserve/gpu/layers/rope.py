@@ -6,6 +6,10 @@ i + rotary_dim / 2 of a head form a pair, as in GPT-NeoX:
     y_i                  = x_i * cos(a_i)                  - x_{i + rotary_dim/2} * sin(a_i)
     y_{i + rotary_dim/2} = x_{i + rotary_dim/2} * cos(a_i) + x_i * sin(a_i)
 
+Some checkpoints rotate neighbours, the elements 2 i and 2 i + 1, as GPT-J does. Their projections
+are loaded with the rows of each head in another order (models/heads.py), which makes them pairs
+as above. Scores do not depend on the elements' order.
+
 Elements from rotary_dim on are unchanged. Models of images and video give each token a position on
 several axes (time, height, width), and each pair of elements uses one of them (M-RoPE, Qwen2-VL).
 Source: https://arxiv.org/abs/2104.09864, https://arxiv.org/abs/2409.12191

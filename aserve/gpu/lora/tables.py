@@ -60,7 +60,10 @@ class LoraTables:
     """`token_slots`, int64 [tokens], are the slots of the current forward's tokens, or None if none
     of them has an adapter. The runner writes them through `bind` before each forward."""
 
-    __slots__ = ("_layers", "_own_name", "_shard", "max_loras", "max_rank", "ops", "token_slots")
+    __slots__ = (
+        *("_layers", "_orders", "_own_name", "_shard"),
+        *("max_loras", "max_rank", "ops", "token_slots"),
+    )
 
     def __init__(
         self,
@@ -77,6 +80,7 @@ class LoraTables:
         self.ops = ops or LoraOps()
         self.token_slots: Tensor | None = None
         self._layers: list[tuple[tuple[str, ...], LoraStack]] = []  # with the names of their parts
+        self._orders: dict[str, Tensor] = {}  # of a layer's rows, by its name: see note_order
         self._shard = WHOLE
 
     def wrap(self, source: WeightSource, shard: Shard = WHOLE) -> WeightSource:
@@ -123,6 +127,13 @@ class LoraTables:
         )
         self._layers.append((tuple(parts), stack))
         return stack
+
+    def note_order(self, parts: Mapping[str, int], row_order: Tensor) -> None:
+        """Notes the order of the rows of joined layers, as `WeightSource.linear` has it."""
+        orders = row_order.split([*parts.values()])
+        starts = np.cumsum([0, *parts.values()])
+        for name, order, start in zip(parts, orders, starts, strict=False):
+            self._orders[name] = order - int(start)
 
     def bind(self, tables: RowTables, token_rows: Tensor) -> None:
         """Looks up the slots of a forward's tokens; token_rows int64 [tokens]."""
@@ -172,7 +183,9 @@ class LoraTables:
         """Returns what a weight of `size` takes of the change of the whole weight."""
         pieces = self._shard.pieces(f"{name}.weight", size)
         columns = pieces[0][1]  # no sections are divided along this axis
-        return LoraModule(module.a[:, columns], torch.cat([module.b[rows] for rows, _ in pieces]))
+        b = torch.cat([module.b[rows] for rows, _ in pieces])
+        order = self._orders.get(name)
+        return LoraModule(module.a[:, columns], b if order is None else b[order])
 
     def write(self, slot: int, adapter: LoraAdapter) -> None:
         """Replaces the adapter of a slot. Call it on the executor's stream."""
@@ -230,8 +243,15 @@ class _LoraSource:
         self.dtype = source.dtype
         self.elementwise = source.elementwise
 
-    def linear(self, parts: Mapping[str, int], *, in_features: int, bias: bool) -> LinearOp:
-        base = self._source.linear(parts, in_features=in_features, bias=bias)
+    def linear(
+        self,
+        parts: Mapping[str, int],
+        *,
+        in_features: int,
+        bias: bool,
+        row_order: Tensor | None = None,
+    ) -> LinearOp:
+        base = self._source.linear(parts, in_features=in_features, bias=bias, row_order=row_order)
         if any(name.startswith(WITHOUT_ADAPTERS) for name in parts):
             return base
         # A layer of another pipeline stage is on the meta device, and so are its stacks: all stages
@@ -239,6 +259,8 @@ class _LoraSource:
         is_elsewhere = isinstance(base, Linear) and base.weight.is_meta
         device = torch.device("meta") if is_elsewhere else self.device
         stack = self._tables.add_layer(parts, in_features, dtype=self.dtype, device=device)
+        if row_order is not None:
+            self._tables.note_order(parts, row_order)
         return LoraLinear(base, stack, self._tables)
 
     def tensor(

@@ -30,16 +30,16 @@ from torch.nn import functional
 
 from aserve.errors import ConfigError
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
-from aserve.gpu.layers.joint_norm import JointNorm
 from aserve.gpu.layers.linear import LinearOp
 from aserve.gpu.layers.mlp import GatedMlp
 from aserve.gpu.layers.no_sublayer import NO_SUBLAYER
-from aserve.gpu.layers.norm import AddNorm, HeadNorms, Norm, SumAndNorm
+from aserve.gpu.layers.norm import AddNorm, Norm, SumAndNorm
 from aserve.gpu.layers.rope import RopeInputs, Rotary
 from aserve.gpu.layers.rope_scaling import Rope
 from aserve.gpu.models.base import Attend, HiddenCapture, wide_logits
 from aserve.gpu.models.config.model import ModelConfig
 from aserve.gpu.models.decoder_spec import DecoderSpec
+from aserve.gpu.models.heads import head_norms, joint_norm, row_order
 from aserve.gpu.models.recurrent import recurrent_specs
 from aserve.gpu.weights.source import WeightSource, kv_scales
 
@@ -198,14 +198,17 @@ class Attention:
         q_size = layer.num_heads * layer.head_dim
         kv_size = layer.num_kv_heads * layer.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        if spec.has_joined_weights:
+        if spec.has_joined_qkv:
             parts = {"qkv_proj": q_size + 2 * kv_size}
         self.qkv = weights.linear(
-            _below(prefix, parts), in_features=width or hidden_size, bias=spec.biases.qkv
+            _below(prefix, parts),
+            in_features=width or hidden_size,
+            bias=spec.biases.qkv,
+            row_order=row_order(layer, spec),
         )
         self.head_norms = self.joint_norm = None
         if spec.qk_norm is not None and spec.qk_norm.is_joint:
-            self.joint_norm = _joint_norm(layer, spec, weights)
+            self.joint_norm = joint_norm(layer, spec, weights)
         elif spec.qk_norm is not None:
             self.head_norms = head_norms(layer, spec, weights)
         self.sinks = None
@@ -224,32 +227,6 @@ class Attention:
             heads = self.joint_norm(heads)
         inputs = AttentionInputs(heads, RopeInputs(cos_sin, self.head_norms), self.sinks)
         return self.out(attend(layer, inputs).flatten(1))
-
-
-def _joint_norm(layer: LayerSpec, spec: DecoderSpec, weights: WeightSource) -> JointNorm:
-    sizes = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
-    prefix = f"model.layers.{layer.index}.self_attn"
-    q_norm, k_norm = (
-        _norm(weights, f"{prefix}.{name}", spec, size=num_heads * layer.head_dim)
-        for name, num_heads in zip(("q_norm", "k_norm"), sizes, strict=False)
-    )
-    return JointNorm(q_norm, k_norm, sizes)
-
-
-def head_norms(layer: LayerSpec, spec: DecoderSpec, weights: WeightSource) -> HeadNorms:
-    """An RMS norm of each head alone: all query heads share one weight, all key heads another.
-
-    PERF: they are joined without torch.cat. On the meta device, on which the memory check builds a
-    model, it imports torch._dynamo: 1.3 s of a start, a third of what a rank needs.
-    """
-    prefix = f"model.layers.{layer.index}.self_attn"
-    q, k = (
-        weights.tensor(f"{prefix}.{name}.weight", (layer.head_dim,), offset=spec.norm_offset)
-        for name in ("q_norm", "k_norm")
-    )
-    scales = q.new_empty(layer.num_heads + layer.num_kv_heads, layer.head_dim)
-    scales[: layer.num_heads], scales[layer.num_heads :] = q, k
-    return HeadNorms(scales, eps=spec.config.rms_norm_eps)
 
 
 def _embedding_factor(spec: DecoderSpec, dtype: torch.dtype) -> float:
@@ -291,26 +268,23 @@ def _entry_norm(spec: DecoderSpec, index: int) -> str | None:
     return None if name is None else f"model.layers.{index}.{name}"
 
 
-def _norm(
-    weights: WeightSource, name: str | None, spec: DecoderSpec, *, size: int | None = None
-) -> Norm:
-    """An RMS norm over `size` elements, by default the hidden size; the identity without a name."""
+def _norm(weights: WeightSource, name: str | None, spec: DecoderSpec) -> Norm:
+    """An RMS norm over the hidden size; the identity without a name."""
     if name is None:
         return _unchanged
-    weight = _norm_weight(weights, name, spec, size=size or spec.config.hidden_size)
-    return weights.elementwise.norm(weight, eps=spec.config.rms_norm_eps)
+    return weights.elementwise.norm(_norm_weight(weights, name, spec), eps=spec.config.rms_norm_eps)
 
 
 def _add_norm(weights: WeightSource, name: str | None, spec: DecoderSpec) -> SumAndNorm:
     if name is None:
         return AddNorm(_unchanged, scale=spec.residual_scale)
-    weight = _norm_weight(weights, name, spec, size=spec.config.hidden_size)
+    weight = _norm_weight(weights, name, spec)
     eps = spec.config.rms_norm_eps
     return weights.elementwise.add_norm(weight, eps=eps, scale=spec.residual_scale)
 
 
-def _norm_weight(weights: WeightSource, name: str, spec: DecoderSpec, *, size: int) -> Tensor:
-    return weights.tensor(f"{name}.weight", (size,), offset=spec.norm_offset)
+def _norm_weight(weights: WeightSource, name: str, spec: DecoderSpec) -> Tensor:
+    return weights.tensor(f"{name}.weight", (spec.config.hidden_size,), offset=spec.norm_offset)
 
 
 def gated_mlp(
@@ -320,7 +294,7 @@ def gated_mlp(
     prefix = f"model.layers.{index}.{name}"
     hidden_size, size = spec.config.hidden_size, spec.config.intermediate_size
     parts = {"gate_proj": size, "up_proj": size}
-    if spec.has_joined_weights:
+    if spec.has_joined_gate_up:
         parts = {"gate_up_proj": 2 * size}
     gate_up = weights.linear(_below(prefix, parts), in_features=hidden_size, bias=spec.biases.mlp)
     down = weights.linear(

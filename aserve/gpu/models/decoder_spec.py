@@ -102,10 +102,12 @@ class DecoderSpec(msgspec.Struct, frozen=True):
     norms: LayerNorms = NORMS_BEFORE
     norm_offset: float = 0.0  # y = x / rms(x) * (norm_offset + w)
     qk_norm: QkNorm | None = None
-    has_joined_weights: bool = False  # the checkpoint stores qkv_proj and gate_up_proj
+    has_joined_qkv: bool = False  # the checkpoint stores qkv_proj
+    has_joined_gate_up: bool = False  # the checkpoint stores gate_up_proj
     ropes: tuple[Rope, ...] = ()
     rope_axes: tuple[int, ...] = ()  # the position axis of each rotary pair; empty: one axis
     has_partial_rotary: bool = False  # the config may rotate only a part of each head
+    rotates_neighbours: bool = False  # rope's pairs are the elements 2 i and 2 i + 1 of a head
     attention_scale: float | None = None  # of q k^T; None: head_dim ** -0.5
     attention_softcap: float | None = None
     has_sinks: bool = False  # a learnt score per head joins each softmax of attention

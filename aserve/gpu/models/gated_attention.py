@@ -14,8 +14,9 @@ from torch import Tensor
 from aserve.gpu.kv.layer_groups import AttentionInputs
 from aserve.gpu.layers.rope import RopeInputs
 from aserve.gpu.models.base import Attend
-from aserve.gpu.models.decoder import head_norms, layer_spec
+from aserve.gpu.models.decoder import layer_spec
 from aserve.gpu.models.decoder_spec import DecoderSpec
+from aserve.gpu.models.heads import head_norms
 from aserve.gpu.weights.source import WeightSource
 
 

@@ -114,9 +114,18 @@ class StageWeights:
         """
         return self._source.number(names, default=default)
 
-    def linear(self, parts: Mapping[str, int], *, in_features: int, bias: bool) -> LinearOp:
+    def linear(
+        self,
+        parts: Mapping[str, int],
+        *,
+        in_features: int,
+        bias: bool,
+        row_order: Tensor | None = None,
+    ) -> LinearOp:
         if all(map(self._layers.holds, parts)):
-            return self._source.linear(parts, in_features=in_features, bias=bias)
+            return self._source.linear(
+                parts, in_features=in_features, bias=bias, row_order=row_order
+            )
         shape = (sum(parts.values()), in_features)
         return Linear(torch.empty(shape, dtype=self.dtype, device=META))
 

@@ -128,17 +128,24 @@ class RankWeights:
     def number(self, names: tuple[str, ...], *, default: float) -> float:
         return self._source.number(names, default=default)
 
-    def linear(self, parts: Mapping[str, int], *, in_features: int, bias: bool) -> LinearOp:
+    def linear(
+        self,
+        parts: Mapping[str, int],
+        *,
+        in_features: int,
+        bias: bool,
+        row_order: Tensor | None = None,
+    ) -> LinearOp:
         modules = {_module(name) for name in parts}
-        if any(self._shard.is_whole_expert(name) or self._is_own(name) for name in parts):
-            return self._source.linear(parts, in_features=in_features, bias=bias)
-        if modules & ROW_PARALLEL:
+        is_whole = any(self._shard.is_whole_expert(name) or self._is_own(name) for name in parts)
+        if modules & ROW_PARALLEL and not is_whole:
+            assert row_order is None
             return self._summed(parts, in_features, has_bias=bias)
-        if modules == {HEAD} and all(self._divides(n) for n in parts.values()):
+        if modules == {HEAD} and not is_whole and all(map(self._divides, parts.values())):
             own = {name: n // self._ranks.num_ranks for name, n in parts.items()}
             part = self._source.linear(own, in_features=in_features, bias=bias)
             return ConcatLinear(part, self._ranks)
-        return self._source.linear(parts, in_features=in_features, bias=bias)
+        return self._source.linear(parts, in_features=in_features, bias=bias, row_order=row_order)
 
     def stacked(
         self, name: str, parts: Mapping[str, int], *, count: int, in_features: int

@@ -55,7 +55,15 @@ class DummyWeights:
     def number(self, names: tuple[str, ...], *, default: float) -> float:
         return default
 
-    def linear(self, parts: Mapping[str, int], *, in_features: int, bias: bool) -> LinearOp:
+    def linear(
+        self,
+        parts: Mapping[str, int],
+        *,
+        in_features: int,
+        bias: bool,
+        row_order: Tensor | None = None,
+    ) -> LinearOp:
+        # Rows are drawn, so their order does not matter.
         weights = [
             self._drawn(f"{name}.weight", (rows, in_features)) for name, rows in parts.items()
         ]

@@ -65,7 +65,14 @@ class Inventory:
         self.numbers.update(names)
         return default
 
-    def linear(self, parts: Mapping[str, int], *, in_features: int, bias: bool) -> LinearOp:
+    def linear(
+        self,
+        parts: Mapping[str, int],
+        *,
+        in_features: int,
+        bias: bool,
+        row_order: Tensor | None = None,
+    ) -> LinearOp:
         for name, num_rows in parts.items():
             self._note(f"{name}.weight", (num_rows, in_features))
             self.linears[f"{name}.weight"] = (num_rows, in_features)

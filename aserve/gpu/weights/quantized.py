@@ -77,6 +77,24 @@ def joined(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     return fp8.joined(in_fp8) if len(in_fp8) == len(parts) else None
 
 
+def reordered(weight: QuantizedWeight, row_order: Tensor) -> QuantizedWeight | None:
+    """Returns the weight whose row r is row `row_order[r]` of this one; int64 [out]. None if rows
+    leave the block whose scale they have."""
+    order = row_order.to(weight.scales.device)
+    match weight:
+        case CodedWeight(codes, scales, offsets, bits):
+            return CodedWeight(codes[order], scales[order], offsets[order], bits)
+        case Mxfp4Weight(blocks, exponents):
+            return Mxfp4Weight(blocks[order], exponents[order])
+        case Fp8Weight(elements, scales, block, input_scale):
+            size = block[0]
+            blocks = torch.arange(len(order), device=order.device) // size
+            if size > 1 and not torch.equal(order // size, blocks):
+                return None
+            own = elements.view(torch.uint8)[order].view(fp8.ELEMENT)
+            return Fp8Weight(own, scales[order] if size == 1 else scales, block, input_scale)
+
+
 def rounded(weight: Tensor, bits: int) -> CodedWeight:
     """weight [out, in], of any floating dtype -> codes of 8 bits, with a scale for each output, or
     of 4 bits, with a scale and an offset for each group of inputs."""

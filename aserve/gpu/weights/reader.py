@@ -18,7 +18,7 @@ from aserve.gpu.layers.linear import Linear, LinearOp
 from aserve.gpu.weights.checkpoint import Checkpoint
 from aserve.gpu.weights.experts import StoredExperts, stored_experts
 from aserve.gpu.weights.fp8 import whole
-from aserve.gpu.weights.quantized import QuantizedLinear, QuantizedWeight, joined
+from aserve.gpu.weights.quantized import QuantizedLinear, QuantizedWeight, joined, reordered
 from aserve.gpu.weights.source import LoadProgress, Target, expert_parts, wide_dtype
 
 Shapes = Mapping[str, tuple[int, ...]]  # by the tensor's name
@@ -66,13 +66,22 @@ class WeightReader:
                 return float(self._checkpoint.read(name))
         return default
 
-    def linear(self, parts: Mapping[str, int], *, in_features: int, bias: bool) -> LinearOp:
+    def linear(
+        self,
+        parts: Mapping[str, int],
+        *,
+        in_features: int,
+        bias: bool,
+        row_order: Tensor | None = None,
+    ) -> LinearOp:
         shapes = _weight_shapes(parts, in_features)
         biases = {f"{name}.bias": (n,) for name, n in parts.items()}
-        bias_values = self._read_rows(biases) if bias else None
+        bias_values = _in_order(self._read_rows(biases), row_order) if bias else None
         stored = self._read_quantized(shapes)
+        if stored is not None and row_order is not None:
+            stored = reordered(stored, row_order)
         if stored is None:
-            linear = Linear(self._read_rows(shapes), bias_values)
+            linear = Linear(_in_order(self._read_rows(shapes), row_order), bias_values)
         else:
             linear = QuantizedLinear(stored, bias_values)
         prepared = self._target.prepare(linear, self.device, dtype=self.dtype)
@@ -155,6 +164,10 @@ class WeightReader:
                 f"{self._checkpoint.directory}: the config ties the embeddings, but {name} "
                 "differs from them; if it is meant to, set tie_word_embeddings to false there"
             )
+
+
+def _in_order(rows: Tensor, row_order: Tensor | None) -> Tensor:
+    return rows if row_order is None else rows[row_order.to(rows.device)]
 
 
 def _weight_shapes(parts: Mapping[str, int], in_features: int) -> Shapes:

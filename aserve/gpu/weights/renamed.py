@@ -50,9 +50,16 @@ class RenamedWeights:
     def number(self, names: tuple[str, ...], *, default: float) -> float:
         return self._source.number(tuple(map(self._rename, names)), default=default)
 
-    def linear(self, parts: Mapping[str, int], *, in_features: int, bias: bool) -> LinearOp:
+    def linear(
+        self,
+        parts: Mapping[str, int],
+        *,
+        in_features: int,
+        bias: bool,
+        row_order: Tensor | None = None,
+    ) -> LinearOp:
         renamed = {self._rename(name): num_rows for name, num_rows in parts.items()}
-        return self._source.linear(renamed, in_features=in_features, bias=bias)
+        return self._source.linear(renamed, in_features=in_features, bias=bias, row_order=row_order)
 
     def stacked(
         self, name: str, parts: Mapping[str, int], *, count: int, in_features: int

@@ -52,9 +52,17 @@ class WeightSource(Protocol):
     def number(self, names: tuple[str, ...], *, default: float) -> float:
         """The scalar under the first of `names` that the checkpoint has, or else `default`."""
 
-    def linear(self, parts: Mapping[str, int], *, in_features: int, bias: bool) -> LinearOp:
+    def linear(
+        self,
+        parts: Mapping[str, int],
+        *,
+        in_features: int,
+        bias: bool,
+        row_order: Tensor | None = None,
+    ) -> LinearOp:
         """Returns one linear layer whose rows are those of several checkpoint layers, joined.
-        `parts` maps their names (without ".weight") to their numbers of rows.
+        `parts` maps their names (without ".weight") to their numbers of rows. Row r of the layer,
+        and of its bias, is row `row_order[r]` of the joined layers; int64 on the host, None: row r.
         """
 
     def stacked(

@@ -376,7 +376,8 @@ def test_phi_3_turns_a_part_of_each_head() -> None:
     assert spec.config.rope.original_len == 4096
     assert spec.config.rope.attention_factor == pytest.approx(1.190238)
     assert spec.windows == (None,) * 12
-    assert spec.has_joined_weights
+    assert spec.has_joined_qkv
+    assert spec.has_joined_gate_up
 
 
 def test_a_family_that_turns_whole_heads_refuses_parts(tmp_path: Path) -> None:

@@ -211,6 +211,22 @@ def test_ranks_hold_slices_of_each_section(kind: str, sources: Sources) -> None:
     assert torch.equal(own, whole[[2, 3, 6, 7, 9]])
 
 
+def test_rows_of_a_layer_and_of_its_bias_are_put_in_order(sources: Sources) -> None:
+    """The rows of a rank's part, joined."""
+    order = torch.tensor([2, 1, 0, 4, 3])
+    source = sources.make("checkpoint", Shard(1, 2, COLUMNS))
+    parts = {"a.gate_proj": 3, "a.up_proj": 2}
+    plain = source.linear(parts, in_features=8, bias=False)
+    ordered = source.linear(parts, in_features=8, bias=False, row_order=order)
+    assert isinstance(plain, Linear)
+    assert isinstance(ordered, Linear)
+    assert torch.equal(ordered.weight, plain.weight[order])
+    own = source.linear({"a.up_proj": 2}, in_features=8, bias=True, row_order=torch.tensor([1, 0]))
+    assert isinstance(own, Linear)
+    assert own.bias is not None
+    assert torch.equal(own.bias, source.tensor("a.up_proj.bias", (2,)).flip(0))
+
+
 def test_an_inventory_expects_whole_tensors_and_counts_the_ranks_part(tmp_path: Path) -> None:
     stored = {name: x for name, x in weights().items() if EXPERTS in name or "out_proj" in name}
     shard = Shard(1, 2, {"out_proj.weight": 1}, experts=ExpertPart(1, 2))

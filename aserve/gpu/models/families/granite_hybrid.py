@@ -12,7 +12,6 @@ from functools import partial
 
 import msgspec
 
-from aserve.gpu.layers.mlp import GatedMlp
 from aserve.gpu.layers.rope_scaling import NoRope
 from aserve.gpu.models.config.fields import Fields
 from aserve.gpu.models.config.layer_types import FULL, LINEAR
@@ -24,7 +23,6 @@ from aserve.gpu.models.mamba2 import MAMBA2_DEFAULTS, mamba2_spec
 from aserve.gpu.moe.layer import ExpertsSpec
 from aserve.gpu.moe.routing import Routing, Scores, checked_top_k
 from aserve.gpu.weights.renamed import renamed
-from aserve.gpu.weights.source import WeightSource
 
 MAMBA, ATTENTION = "mamba", "attention"  # the kinds of layers in older files
 OLDER_KINDS = {MAMBA: LINEAR, ATTENTION: FULL}
@@ -57,11 +55,14 @@ def granite_hybrid(config: ModelConfig) -> DecoderSpec:
         rope=config.rope if has_rope else NoRope(),
         intermediate_size=config.intermediate_size if has_experts else size,
     )
-    mlp: MakeMlp = partial(_shared_mlp, is_joined=_has_joined_shared(fields))
+    mlp: MakeMlp = partial(gated_mlp, name=SHARED)
     if has_experts:
         mlp = _experts(config, shared_size=size)
     return msgspec.structs.replace(
-        granite(own), mixers=_mixers(fields, num_layers), mlps=(mlp,) * num_layers
+        granite(own),
+        mixers=_mixers(fields, num_layers),
+        mlps=(mlp,) * num_layers,
+        has_joined_gate_up=_has_joined_shared(fields),
     )
 
 
@@ -86,14 +87,6 @@ def _mixers(fields: Fields, num_layers: int) -> tuple[MakeMixer, ...]:
         return (Attention,) * num_layers
     linear = mamba2_spec(fields)
     return tuple(linear if kind == LINEAR else Attention for kind in kinds)
-
-
-def _shared_mlp(
-    index: int, spec: DecoderSpec, weights: WeightSource, /, *, is_joined: bool
-) -> GatedMlp:
-    """A checkpoint with gate and up of this MLP joined has q, k and v apart nevertheless."""
-    own = msgspec.structs.replace(spec, has_joined_weights=is_joined)
-    return gated_mlp(index, own, weights, name=SHARED)
 
 
 def _has_joined_shared(fields: Fields) -> bool:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import msgspec
 
 from aserve.gpu.kv.layer_groups import Mask
-from aserve.gpu.layers.mlp import GatedMlp
 from aserve.gpu.models.config.layer_types import one_window
 from aserve.gpu.models.config.model import ModelConfig
 from aserve.gpu.models.decoder import Attention, gated_mlp
@@ -61,14 +60,14 @@ def llada2(config: ModelConfig) -> DecoderSpec:
         config,
         windows=one_window(fields),
         mixers=(block_attention,) * num_layers,
-        mlps=(_separate_mlp,) * num_dense + experts,
+        mlps=(gated_mlp,) * num_dense + experts,
         biases=Biases(
             qkv=fields.flag("use_qkv_bias"),
             attention_out=fields.flag("use_bias"),
             mlp=fields.flag("use_bias"),
         ),
         qk_norm=QkNorm() if fields.flag("use_qk_norm") else None,
-        has_joined_weights=True,
+        has_joined_qkv=True,
         has_partial_rotary=True,
     )
 
@@ -88,11 +87,6 @@ def own_name(name: str) -> str:
     for own, stored in RENAMED.items():
         name = name.replace(stored, own)
     return name
-
-
-def _separate_mlp(index: int, spec: DecoderSpec, weights: WeightSource, /) -> GatedMlp:
-    """Only the weights of attention are joined in the checkpoint."""
-    return gated_mlp(index, msgspec.structs.replace(spec, has_joined_weights=False), weights)
 
 
 def _experts(config: ModelConfig) -> ExpertsSpec:

@@ -17,6 +17,7 @@ def phi3(config: ModelConfig) -> DecoderSpec:
     return DecoderSpec(
         config,
         windows=one_window(config.fields),
-        has_joined_weights=True,
+        has_joined_qkv=True,
+        has_joined_gate_up=True,
         has_partial_rotary=True,
     )
