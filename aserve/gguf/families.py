@@ -84,6 +84,11 @@ INDEXER: Mapping[str, str] = {
     "indexer.k_norm": "self_attn.indexer.k_norm",
     "indexer.proj": "self_attn.indexer.weights_proj",
 }
+GLM4: Mapping[str, str] = {
+    "post_attention_norm": "post_self_attn_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+    "post_ffw_norm": "post_mlp_layernorm",
+}
 MIXTRAL: Mapping[str, str] = {
     "ffn_gate_inp": "block_sparse_moe.gate",
     "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
@@ -274,6 +279,22 @@ def _glm4_moe(file: Metadata) -> Settings:
 
 def _dots1(file: Metadata) -> Settings:
     return {**_glm4_moe(file), "sliding_window": None}
+
+
+def _ernie(file: Metadata) -> Settings:
+    return {"use_bias": file.is_in_layers("attn_q.bias")}
+
+
+def _ernie_moe(file: Metadata) -> Settings:
+    return {
+        **_ernie(file),
+        "moe_num_experts": file.integer("expert_count"),
+        "moe_k": file.integer("expert_used_count"),
+        "moe_intermediate_size": file.integer("expert_feed_forward_length"),
+        "moe_num_shared_experts": file.integer("expert_shared_count", 0),
+        "moe_layer_interval": file.integer("interleave_moe_layer_step", 1),
+        "moe_layer_start_index": file.integer("leading_dense_block_count", 0),
+    }
 
 
 def _gpt_oss(file: Metadata) -> Settings:
@@ -550,6 +571,15 @@ FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
             rope=_latent_rope,
         ),
         "dots1": GgufFamily("Dots1ForCausalLM", "dots1", _dots1, {**LAYER, **CORRECTED_EXPERTS}),
+        "ernie4_5": GgufFamily("Ernie4_5ForCausalLM", "ernie4_5", _ernie),
+        "ernie4_5-moe": GgufFamily(
+            *("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", _ernie_moe),
+            {
+                **LAYER,
+                **CORRECTED_EXPERTS,
+                "exp_probs_b": "mlp.moe_statics.e_score_correction_bias",
+            },
+        ),
         "exaone4": GgufFamily(
             *("Exaone4ForCausalLM", "exaone4", _windows, {**LAYER, **NORMS_AROUND})
         ),
@@ -561,6 +591,7 @@ FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
             *("Gemma3ForCausalLM", "gemma3_text", _gemma3, {**LAYER, **NORMS_AROUND}),
             norm_offset=1.0,
         ),
+        "glm4": GgufFamily("Glm4ForCausalLM", "glm4", _nothing, {**LAYER, **GLM4}),
         "glm4moe": GgufFamily(
             "Glm4MoeForCausalLM", "glm4_moe", _glm4_moe, {**LAYER, **CORRECTED_EXPERTS}
         ),

@@ -21,6 +21,7 @@ SUFFIXES = ("weight", "bias")  # a tensor without one is a weight
 WITHOUT_SUFFIX = ("ssm_a", "ssm_d", "ssm_dt", "exp_probs_b", "attn_sinks")
 DECAY, ORDERED_INPUTS, PLAIN_NORM = "ssm_a", "ssm_out", "ssm_norm"
 VECTORS = ("ssm_a", "ssm_d", "ssm_norm")  # which may have two dimensions in the file
+ONE_ROW = ("shared_expert_gate.weight", "moe_statics.e_score_correction_bias")  # matrices
 ROPE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
@@ -103,7 +104,7 @@ def _parts(name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
     first, *rest = tensor.shape
     if name.endswith(".bias"):
         name = name.replace(".{}.", ".").replace(".bias", "_bias") if "{}" in name else name
-    if name.endswith("shared_expert_gate.weight") and not rest:  # older converters drop the 1
+    if name.endswith(ONE_ROW) and not rest:  # some converters drop the 1
         yield name, msgspec.structs.replace(tensor, shape=(1, first))
     elif "{}" in name:
         size = tensor.size // first

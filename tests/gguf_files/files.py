@@ -186,7 +186,14 @@ def _add_own(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
             writer.add_expert_weights_norm(config["norm_topk_prob"])
             part = config["rope_parameters"].get("partial_rotary_factor", 1.0)
             writer.add_rope_dimension_count(int(part * config["head_dim"]))
-        case "minimax-m2":
+        case "ernie4_5-moe":
+            writer.add_expert_count(config["moe_num_experts"])
+            writer.add_expert_used_count(config["moe_k"])
+            writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+            writer.add_expert_shared_count(config["moe_num_shared_experts"])
+            writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
+            writer.add_leading_dense_block_count(config["moe_layer_start_index"])
+        case "glm4" | "minimax-m2":
             part = config["rope_parameters"]["partial_rotary_factor"]
             writer.add_rope_dimension_count(int(part * config["head_dim"]))
         case "exaone4" | "olmo2" if config.get("sliding_window"):

@@ -27,7 +27,7 @@ from aserve_kernels.cpu.decoder_forward import decoder_forward
 from aserve_kernels.delta_rule import DeltaStates
 from tests.fakes.lora_adapters import Recipe, write_adapter
 from tests.gpu.drive import Served, request, serve, serve_between
-from tests.gpu.lora.test_recurrent_layers import TARGETS
+from tests.gpu.lora.test_other_layers import TARGETS
 from tests.gpu.test_recurrent_drafts import add_module
 from tests.gpu.test_recurrent_model import fail_forwards
 from tests.parallel.test_rank_traces import joined

@@ -126,6 +126,11 @@ MINIMAX = {
     "num_local_experts": 8,
     "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5},
 }
+ERNIE_MOE = {
+    "moe_intermediate_size": 32,
+    "moe_k": 3,
+    "moe_num_experts": 8,
+}
 GPT_OSS = {
     "attention_bias": True,
     "num_local_experts": 4,
@@ -343,9 +348,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "Dots1",
         {**DOTS1, "attention_bias": True, "sliding_window": 24, "max_window_layers": 2},
     ),
+    "ernie4.5": ("Ernie4_5", {"use_bias": True}),
+    "ernie4.5-moe": ("Ernie4_5_Moe", ERNIE_MOE),
     "exaone4": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "exaone4-sliding": ("Exaone4", {"sliding_window": 24, "num_hidden_layers": 4}),
     "exaone4-mixed": ("Exaone4", MIXED),
+    "glm": ("Glm", {"pad_token_id": 0}),
+    "glm4": ("Glm4", {"pad_token_id": 0, "attention_bias": False}),
     "glm4-lite": ("Glm4MoeLite", {**DEEPSEEK, "n_group": 1, "topk_group": 1, "v_head_dim": 24}),
     "minimax-m2": ("MiniMaxM2", MINIMAX),
     "seed-oss": ("SeedOss", {"attention_bias": True}),
@@ -387,7 +396,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 OTHER_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("Cohere", {"logit_scale": 4.0}),
     "cohere2": ("Cohere2", {"logit_scale": 4.0, **MIXED}),
-    "glm4": ("Glm4", {"pad_token_id": 0}),
     "gpt-neox": ("GPTNeoX", {"hidden_size": 64}),
     "olmo": ("Olmo", {"clip_qkv": 2.0}),
     "opt": ("OPT", {"ffn_dim": 80, "word_embed_proj_dim": 48}),

@@ -48,8 +48,10 @@ KINDS = (
     "granite-hybrid-attention",  # without positions
     *("smollm3", "exaone4-sliding"),  # without positions in some layers
     *("olmo2", "olmo3-yarn"),  # norms of all heads together
+    *("ernie4.5", "glm4"),  # pairs of neighbouring elements
 )
 EXPERT_KINDS = (
+    "ernie4.5-moe",
     "minimax-m2",
     "mixtral",
     "qwen2-moe",

@@ -105,6 +105,8 @@ AXES: list[tuple[str, str, object]] = [
     ("gemma3-linear", "logit_softcap", None),
     ("phi3", "windows", (None,) * 3),
     ("smollm3", "ropes", ()),
+    ("ernie4.5", "rotates_neighbours", False),
+    ("glm", "rotates_neighbours", False),
     ("exaone4-sliding", "windows", (24,) * 4),
     ("granite", "attention_scale", None),
     ("granite", "embedding_scale", EmbeddingScale()),

@@ -21,10 +21,12 @@ from aserve.gpu.models.families import (
     bamba,
     bert,
     deepseek,
+    ernie4_5,
     exaone4,
     falcon_h1,
     gemma2,
     gemma3,
+    glm4,
     glm4_moe,
     gpt_oss,
     granite,
@@ -164,6 +166,19 @@ FAMILIES: Mapping[str, Family] = {
         glm4_moe.dots1,
         glm4_moe.DOTS1_DEFAULTS,
     ),
+    "Ernie4_5ForCausalLM": DecoderFamily(
+        "ERNIE 4.5",
+        "as Llama; rope rotates neighbouring elements of a head",
+        ernie4_5.ernie4_5,
+        ernie4_5.DEFAULTS,
+    ),
+    "Ernie4_5_MoeForCausalLM": DecoderFamily(
+        "ERNIE 4.5 MoE",
+        "as ERNIE 4.5; experts chosen by corrected softmax scores, beside shared ones",
+        ernie4_5.ernie4_5_moe,
+        ernie4_5.MOE_DEFAULTS,
+        ernie4_5.own_name,
+    ),
     "Exaone4ForCausalLM": DecoderFamily(
         "EXAONE 4.0",
         "norms after the sublayers; a window and rotary positions in three of four layers",
@@ -204,6 +219,12 @@ FAMILIES: Mapping[str, Family] = {
         gemma3.TEXT_DEFAULTS,
         gemma3.own_name,
     ),
+    "Glm4ForCausalLM": DecoderFamily(
+        "GLM-4, GLM-Z1",
+        "as GLM-4 (9B), with norms around the sublayers",
+        glm4.glm4,
+        glm4.DEFAULTS,
+    ),
     "Glm4MoeForCausalLM": DecoderFamily(
         "GLM-4.5",
         "experts chosen by corrected sigmoid scores, shared experts, half of each head rotated",
@@ -215,6 +236,12 @@ FAMILIES: Mapping[str, Family] = {
         "as DeepSeek-V3, without groups of experts",
         deepseek.deepseek_v3,
         deepseek.GLM4_LITE_DEFAULTS,
+    ),
+    "GlmForCausalLM": DecoderFamily(
+        "GLM-4 (9B)",
+        "rope rotates neighbouring elements in half of each head; gate and up are joined",
+        glm4.glm,
+        glm4.DEFAULTS,
     ),
     "GptOssForCausalLM": DecoderFamily(
         "gpt-oss",

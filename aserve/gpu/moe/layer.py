@@ -56,6 +56,7 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
     has_shared_gate: bool = False
     has_joined_shared: bool = False  # the checkpoint stores the shared MLP's gate_up_proj
     has_score_bias: bool = False
+    has_bias_row: bool = False  # the checkpoint stores that bias as a matrix of one row
     num_identity: int = 0
     plain_activation: str | None = None  # of MLPs without gates; None: they have gates
     names: ExpertNames = ExpertNames()
@@ -82,7 +83,8 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
     def _score_bias(self, name: str, weights: WeightSource) -> Tensor | None:
         if not self.has_score_bias:
             return None
-        return weights.tensor(name, (self.num_choices,), is_wide=True)
+        shape = (1, self.num_choices) if self.has_bias_row else (self.num_choices,)
+        return weights.tensor(name, shape, is_wide=True).view(-1)
 
     def _experts(
         self, name: str, weights: WeightSource, hidden: int, gated: Activation

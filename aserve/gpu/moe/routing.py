@@ -49,13 +49,11 @@ class Routing(msgspec.Struct, frozen=True):
     factor: float = 1.0
 
 
-def checked_top_k(fields: Fields, num_experts: int) -> int:
-    """The config's `num_experts_per_tok`."""
-    top_k = fields.integer("num_experts_per_tok")
+def checked_top_k(fields: Fields, num_experts: int, *, name: str = "num_experts_per_tok") -> int:
+    """Returns the number of experts per token, which the config has under this name."""
+    top_k = fields.integer(name)
     if top_k > num_experts:
-        fields.refuse(
-            "num_experts_per_tok", expected=f"at most {num_experts}, the experts there are"
-        )
+        fields.refuse(name, expected=f"at most {num_experts}, the experts there are")
     return top_k
 
 

@@ -1,4 +1,5 @@
-"""LoRA adapters of recurrent layers: rows of one batch get the tokens of models with the adapters
+"""LoRA adapters of layers that the bundled model does not have, as recurrent ones and projections
+whose rows are loaded in another order: rows of one batch get the tokens of models with the adapters
 merged in.
 """
 
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.slow
 
 PROMPTS = ([5, 9, 2], list(range(40)), [7])
 TARGETS = {
+    "glm4": ("k_proj", "v_proj", "gate_up_proj", "down_proj"),
     "qwen3.5": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
     "granite-hybrid-dense": ("in_proj", "out_proj", "input_linear", "output_linear"),
     "lfm2": ("in_proj", "out_proj", "w1", "w2", "w3"),
@@ -31,7 +33,8 @@ def asks(slot: int) -> list[AdmitRequest]:
         request(f"{slot}-{n}", prompt, max_tokens=12, logprobs=1)
         for n, prompt in enumerate(PROMPTS)
     ]
-    return [msgspec.structs.replace(each, lora_slot=slot) for each in plain]
+    own = {"lora_slot": slot, "namespace": f"lora-{slot}" if slot else ""}
+    return [msgspec.structs.replace(each, **own) for each in plain]
 
 
 def run(folder: Path, asked: list[AdmitRequest], *adapters: Path) -> Served:
