@@ -36,6 +36,7 @@ from tests.fakes.lora_adapters import Recipe, write_adapter, write_merged
 from tests.fakes.toy_device import TOY
 from tests.gpu.drive import request, serve, serve_between
 from tests.parity.picture_models import KINDS, PicturePrompt, random_picture, save_picture_model
+from tests.parity.references import make_reference
 from tools.train_models.folder import MODELS_DIR, complete_folder
 
 FAR = 1000  # more steps than any of these tests takes
@@ -100,6 +101,24 @@ def test_b13_drafters_experts_and_latents_change_no_token(
     two = serve(loaded(model, tensor_parallel_size=2, **speculative), asks(is_plain=True), chaos=3)
     assert two.outputs == one.outputs
     assert any(batch.verify is not None for batch in two.batches) is bool(drafter)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "num_ranks"),
+    [("ernie4.5-moe", 2), ("glm4", 4), ("minimax-m2", 2), ("olmo2-biased", 2), ("olmo3", 4)],
+)
+def test_heads_with_norms_and_orders_of_their_own_are_divided(
+    kind: str, num_ranks: int, tmp_path: Path
+) -> None:
+    """Norms that span the heads of all ranks, and rows that are loaded in another order. With four
+    ranks, two share each KV head."""
+    make_reference(kind, tmp_path)
+    prompts = [[5, 9, 2], list(range(40)), [*range(40), 7]]
+    asked = [request(f"r{n}", ids, max_tokens=14) for n, ids in enumerate(prompts)]
+    one = serve(loaded(tmp_path), asked)
+    many = serve(loaded(tmp_path, tensor_parallel_size=num_ranks), asked, chaos=3)
+    assert many.outputs == one.outputs
 
 
 @pytest.mark.slow

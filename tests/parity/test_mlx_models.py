@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 KINDS = (
     *("llama-biased", "llama-longrope", "llama-tied", "qwen2-sliding", "qwen3-mixed"),
     *("gemma2", "gemma3-linear", "granite", "olmo2", "phi3-partial", "smollm3"),
-    *("exaone4-sliding", "olmo3-yarn"),
+    *("exaone4-sliding", "glm4", "olmo3-yarn"),
 )
 
 

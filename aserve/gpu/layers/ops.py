@@ -29,11 +29,13 @@ class MakeAddNorm(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """Each constructor is called once per layer. `gated` takes the activation's name."""
+    """Each constructor is called once per layer. `gated` takes the activation's name. Where heads
+    are divided among ranks, `mean` returns the mean over these."""
 
     norm: MakeNorm = RmsNorm
     add_norm: MakeAddNorm = add_rms_norm
     gated: Callable[[str], Activation] = GatedActivation
+    mean: Callable[[Tensor], Tensor] | None = None
 
 
 PLAIN = Elementwise()

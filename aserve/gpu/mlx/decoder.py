@@ -16,6 +16,7 @@ import torch
 from mlx.nn.layers import activations
 
 from aserve.gpu.kv.layer_groups import LayerSpec
+from aserve.gpu.layers.joint_norm import JointNorm
 from aserve.gpu.layers.linear import Linear, LinearOp
 from aserve.gpu.layers.mlp import GatedMlp
 from aserve.gpu.layers.norm import AddNorm, HeadNorms, Norm, RmsNorm, SumAndNorm
@@ -198,8 +199,7 @@ def _attention(mixer: Attention) -> _Attention:
     norm_heads: Function = _unchanged
     if mixer.head_norms is not None:
         norm_heads = _head_norms(mixer.head_norms)
-    elif mixer.joint_norm is not None:
-        joint = mixer.joint_norm
+    elif isinstance(joint := mixer.joint_norm, JointNorm):
         norm_heads = _joint_norms(_norm(joint.q_norm), _norm(joint.k_norm), joint.sizes)
     qkv, out = cast(MlxLinear, mixer.qkv), cast(MlxLinear, mixer.out)
     return _Attention(mixer.layer, qkv, out, norm_heads)

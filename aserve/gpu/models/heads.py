@@ -8,35 +8,46 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.kv.layer_groups import LayerSpec
-from aserve.gpu.layers.joint_norm import JointNorm
+from aserve.gpu.layers.joint_norm import DividedJointNorm, JointNorm
 from aserve.gpu.layers.norm import HeadNorms
 from aserve.gpu.models.decoder_spec import DecoderSpec
 from aserve.gpu.weights.source import WeightSource
 
 
-def joint_norm(layer: LayerSpec, spec: DecoderSpec, weights: WeightSource) -> JointNorm:
+def joint_norm(
+    layer: LayerSpec, spec: DecoderSpec, weights: WeightSource
+) -> JointNorm | DividedJointNorm:
     """One RMS norm over all query heads of a token, and one over all its key heads."""
     sizes = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
     q_weight, k_weight = (
         _norm_weight(name, num_heads * layer.head_dim, layer, spec, weights)
         for name, num_heads in zip(("q_norm", "k_norm"), sizes, strict=False)
     )
-    eps, norm = spec.config.rms_norm_eps, weights.elementwise.norm
+    eps, norm, mean = spec.config.rms_norm_eps, weights.elementwise.norm, weights.elementwise.mean
+    if mean is not None:
+        parts = (part.view(-1, layer.head_dim) for part in (q_weight, k_weight))
+        return DividedJointNorm(_by_head(layer, *parts), eps, sizes, mean)
     return JointNorm(norm(q_weight, eps=eps), norm(k_weight, eps=eps), sizes)
 
 
 def head_norms(layer: LayerSpec, spec: DecoderSpec, weights: WeightSource) -> HeadNorms:
-    """An RMS norm of each head alone: all query heads share one weight, all key heads another.
+    """An RMS norm of each head alone: all query heads share one weight, all key heads another."""
+    q, k = (
+        _norm_weight(name, layer.head_dim, layer, spec, weights) for name in ("q_norm", "k_norm")
+    )
+    return HeadNorms(_by_head(layer, q, k), eps=spec.config.rms_norm_eps)
+
+
+def _by_head(layer: LayerSpec, q: Tensor, k: Tensor) -> Tensor:
+    """Returns the weights of all query heads and key heads, [q + k heads, head_dim]. q and k are
+    those of each head, or of all.
 
     PERF: they are joined without torch.cat. On the meta device, on which the memory check builds a
     model, it imports torch._dynamo: 1.3 s of a start, a third of what a rank needs.
     """
-    q, k = (
-        _norm_weight(name, layer.head_dim, layer, spec, weights) for name in ("q_norm", "k_norm")
-    )
-    scales = q.new_empty(layer.num_heads + layer.num_kv_heads, layer.head_dim)
-    scales[: layer.num_heads], scales[layer.num_heads :] = q, k
-    return HeadNorms(scales, eps=spec.config.rms_norm_eps)
+    weights = q.new_empty(layer.num_heads + layer.num_kv_heads, layer.head_dim)
+    weights[: layer.num_heads], weights[layer.num_heads :] = q, k
+    return weights
 
 
 def _norm_weight(

@@ -73,14 +73,16 @@ class NativeLoader:
 
     def load(self, plan: LoadPlan) -> CausalModel:
         self._check_ranks(plan.target)
-        build, shard = self.family.build, shard_of(self.config, plan.target.shard)
+        build, shard = self.family.build, plan.target.shard
+        if shard.num_ranks > 1:
+            stage = for_stage(dataclasses.replace(HOST, stage=plan.target.stage), self.config)
+            whole = self._inventory(plan.dtype, self.config, stage)
+            shard = shard_of(self.config, shard, whole.shapes)
         target = for_stage(dataclasses.replace(plan.target, shard=shard), self.config)
         config = rank_config(self.config, shard)
         context_len = config.context_len(plan.max_model_len or self.default_len)
         inventory = self._inventory(plan.dtype, config, target)
         if shard.num_ranks > 1:
-            stage = for_stage(dataclasses.replace(HOST, stage=target.stage), self.config)
-            whole = self._inventory(plan.dtype, self.config, stage)
             check_sharding(whole, inventory, num_ranks=shard.num_ranks)
         size_bytes, dtype = inventory.size_bytes, plan.dtype
         progress = LoadProgress(size_bytes, dtype=dtype, on_progress=plan.on_progress)

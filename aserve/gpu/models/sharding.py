@@ -33,6 +33,7 @@ COLUMN_PARALLEL = frozenset(
 KV_HEADS = frozenset({"k_proj", "v_proj"})
 ROW_PARALLEL = frozenset({"o_proj", "out_proj", "down_proj", "w2"})
 BY_HEAD = ("self_attn.sinks", "linear_attn.A_log", "linear_attn.dt_bias")  # one number per head
+QUERY_NORM, KEY_NORM = "q_norm.weight", "k_norm.weight"
 # Whole on each rank: the encoder of pictures, and Mamba-2, whose groups of heads share B and C.
 ON_EVERY_RANK = ("visual.", ".mamba.")
 # Fields of the configuration beside `ModelConfig`'s own that are sizes of inner layers.
@@ -97,10 +98,9 @@ def _recurrent_sizes(config: ModelConfig) -> dict[str, int]:
     return sizes | ({CHANNELS: config.hidden_size} if fields.has(CONV_TAPS) else {})
 
 
-def shard_of(config: ModelConfig, shard: Shard) -> Shard:
-    """Returns `shard` with the axes of a model of the whole configuration `config`."""
-    if shard.num_ranks == 1:
-        return shard
+def shard_of(config: ModelConfig, shard: Shard, shapes: Mapping[str, tuple[int, ...]]) -> Shard:
+    """Returns `shard` with the axes of a model of the whole configuration `config`, whose tensors
+    have these shapes."""
     axes = dict.fromkeys(BY_HEAD, 0)
     axes |= {f"{name}.{kind}": 0 for name in COLUMN_PARALLEL for kind in ("weight", "bias")}
     axes |= {f"{name}.weight": 1 for name in ROW_PARALLEL}
@@ -108,10 +108,17 @@ def shard_of(config: ModelConfig, shard: Shard) -> Shard:
         axes[f"{HEAD}.weight"] = 0
     num_parts = min(shard.num_ranks, config.num_kv_heads)
     kv_parts = {f"{name}.{kind}": num_parts for name in KV_HEADS for kind in ("weight", "bias")}
+    if (config.num_heads * config.head_dim,) in _ending(shapes, f".{QUERY_NORM}"):  # of all heads
+        axes |= {QUERY_NORM: 0, KEY_NORM: 0}
+        kv_parts[KEY_NORM] = num_parts
     sections = _sections(config)
     return dataclasses.replace(
         shard, axes=axes, num_parts=kv_parts, sections=sections, whole=ON_EVERY_RANK
     )
+
+
+def _ending(shapes: Mapping[str, tuple[int, ...]], end: str) -> set[tuple[int, ...]]:
+    return {shape for name, shape in shapes.items() if name.endswith(end)}
 
 
 def _sections(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -117,6 +117,8 @@ class RankWeights:
         self.device = source.device
         self.dtype = source.dtype
         self.elementwise = source.elementwise
+        if not shard.has_own_rows:
+            self.elementwise = replace(source.elementwise, mean=_mean_over(ranks))
 
     def tensor(
         self, name: str, shape: tuple[int, ...], *, offset: float = 0.0, is_wide: bool = False
@@ -213,6 +215,13 @@ def for_rank(
     if shard.moves_experts:
         target = replace(target, prepare_grouped=target.prepare_moved or target.prepare_grouped)
     return replace(target, shard=shard, divide=lambda source: RankWeights(source, ranks, shard))
+
+
+def _mean_over(ranks: Collectives) -> Callable[[Tensor], Tensor]:
+    def mean(x: Tensor) -> Tensor:
+        return ranks.sum(x) / ranks.num_ranks
+
+    return mean
 
 
 def _module(name: str) -> str:

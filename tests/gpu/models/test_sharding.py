@@ -49,7 +49,6 @@ def load_rank(folder: Path, changes: dict[str, Any], *, num_ranks: int = 2) -> N
         ({"num_attention_heads": 12, "num_key_value_heads": 3}, 4, "num_key_value_heads is 3"),
         ({"intermediate_size": 385}, 2, "intermediate_size is 385"),
         ({"architectures": ["Phi3ForCausalLM"]}, 2, r"qkv_proj\.weight|gate_up_proj\.weight"),
-        ({"architectures": ["Olmo2ForCausalLM"]}, 2, r"k_norm\.weight"),
     ],
 )
 def test_a_model_that_no_rule_divides_is_refused(

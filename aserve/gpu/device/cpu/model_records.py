@@ -37,7 +37,7 @@ from aserve.gpu.device.cpu.sublayers import (
     sublayers_of_all,
 )
 from aserve.gpu.kv.layer_groups import LayerSpec, Mask
-from aserve.gpu.layers.joint_norm import JointNorm
+from aserve.gpu.layers.joint_norm import DividedJointNorm, JointNorm
 from aserve.gpu.layers.linear import LinearOp
 from aserve.gpu.layers.norm import AddNorm, HeadNorms, Norm, RmsNorm, SumAndNorm
 from aserve.gpu.layers.plain_mlp import PlainMlp
@@ -302,6 +302,7 @@ class ModelRecords:
         layer, pools, head_norms = attention.layer, self._state.pools, attention.head_norms
         sinks = joint_norm = None
         if isinstance(attention, Attention):
+            assert not isinstance(attention.joint_norm, DividedJointNorm)
             sinks, joint_norm = attention.sinks, attention.joint_norm
         kv = pools.layers[layer.index]
         key_scale, value_scale = kv.scales

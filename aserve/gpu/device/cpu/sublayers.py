@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from aserve.gpu.device.cpu.expert_records import are_experts_covered, expert_buffer_sizes
 from aserve.gpu.device.cpu.product_records import are_packed, own_part
+from aserve.gpu.layers.joint_norm import DividedJointNorm
 from aserve.gpu.layers.linear import LinearOp
 from aserve.gpu.layers.mlp import GatedMlp
 from aserve.gpu.layers.no_sublayer import NO_SUBLAYER
@@ -82,6 +83,8 @@ def _is_covered(part: Sublayers) -> bool:
         return False
     if not _is_mlp_covered(mlp):
         return False
+    if isinstance(mixer, Attention) and isinstance(mixer.joint_norm, DividedJointNorm):
+        return False  # the kernels have no means over ranks
     products = products_of(part)
     if isinstance(mixer, GatedDeltaNet):
         products = (*products, mixer.project.narrow)
