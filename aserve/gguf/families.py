@@ -147,6 +147,7 @@ SHARED_ALONE: Mapping[str, str] = {  # layers without experts
     "ffn_down": "mlp.shared_experts.down_proj",
 }
 Settings = dict[str, object]
+QUERY_SCALE = "attention.temperature_scale"
 SIGMOID = 2  # gguf.ExpertGatingFuncType
 
 
@@ -260,9 +261,11 @@ def _deepseek32(file: Metadata) -> Settings:
 
 
 def _latent_rope(file: Metadata) -> Settings:
-    """The file has a tenth of a factor that checkpoints name twice."""
+    """The file has a tenth of a factor that checkpoints name twice. Of Ministral 3 it has the whole
+    factor, which changes nothing, because only the ratio of the two counts there. It has 0 for
+    none."""
     name = "rope.scaling.yarn_log_multiplier"
-    if not file.has(name):
+    if not file.number(name, 0.0):
         return {}
     factor = 10 * file.number(name)
     return {"mscale": factor, "mscale_all_dim": factor}
@@ -515,9 +518,14 @@ def _qwen3_next(file: Metadata) -> Settings:
 
 
 def _mistral3(file: Metadata) -> Settings:
-    if file.has(name := "attention.temperature_scale"):
-        file.refuse(name, file.number(name), "none: queries that positions scale are not supported")
-    return {}
+    if not file.has(QUERY_SCALE):
+        return {}
+    return {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
+
+
+def _mistral3_rope(file: Metadata) -> Settings:
+    beta = {"llama_4_scaling_beta": file.number(QUERY_SCALE)} if file.has(QUERY_SCALE) else {}
+    return {**_latent_rope(file), **beta}
 
 
 def _neighbours(file: Metadata, module: str, rows: int) -> RowOrder | None:
@@ -625,7 +633,11 @@ FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
         "minimax-m2": GgufFamily(
             "MiniMaxM2ForCausalLM", "minimax_m2", _mixtral, {**LAYER, **CORRECTED_MIXTRAL}
         ),
-        "mistral3": GgufFamily("LlamaForCausalLM", "llama", _mistral3, order_of=_neighbours),
+        "mistral3": GgufFamily(
+            *("LlamaForCausalLM", "llama", _mistral3),
+            rope=_mistral3_rope,
+            order_of=_neighbours,
+        ),
         "nemotron_h": NEMOTRON_H,
         "nemotron_h_moe": NEMOTRON_H,
         # OLMo 3, whose layers may all be without a window, as those of OLMo 2 are.

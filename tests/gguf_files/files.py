@@ -193,6 +193,10 @@ def _add_own(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
             writer.add_expert_shared_count(config["moe_num_shared_experts"])
             writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
             writer.add_leading_dense_block_count(config["moe_layer_start_index"])
+        case "mistral3" if config["model_type"] == "ministral3":
+            rope = config["rope_parameters"]
+            writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+            writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         case "glm4" | "minimax-m2":
             part = config["rope_parameters"]["partial_rotary_factor"]
             writer.add_rope_dimension_count(int(part * config["head_dim"]))

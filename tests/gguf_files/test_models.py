@@ -76,6 +76,7 @@ KINDS: list[tuple[str, dict[str, Any], str]] = [
     ("lfm2", {"block_auto_adjust_ff_dim": False}, "lfm2"),
     ("lfm2-moe", {}, "lfm2moe"),
     ("minimax-m2", {}, "minimax-m2"),
+    ("ministral3", {}, "mistral3"),
     ("mistral-full", {}, "mistral3"),
     ("mixtral", {"sliding_window": None}, "llama"),
     ("nemotron-h", {}, "nemotron_h_moe"),

@@ -163,13 +163,19 @@ def test_the_bounds_of_yarn_are_those_of_the_file() -> None:
     assert config["rope_scaling"] == {"rope_type": "yarn", "factor": 8.0, **bounds}
 
 
-def test_queries_that_positions_scale_are_refused() -> None:
-    """Ministral 3 has them, and Mistral Small does not."""
-    values: dict[str, Any] = {f"mistral3.{name}": value for name, value in SIZES.items()}
-    values |= {"general.architecture": "mistral3", "mistral3.attention.temperature_scale": 0.1}
+@pytest.mark.parametrize("log_multiplier", [0.0, 1.0])
+def test_queries_that_positions_scale_are_those_of_ministral_3(log_multiplier: float) -> None:
+    """Mistral Small has none. Without a multiplier yarn scales attention."""
+    yarn = {"type": "yarn", "factor": 16.0, "yarn_log_multiplier": log_multiplier}
+    own = {"attention.temperature_scale": 0.1} | {f"rope.scaling.{n}": v for n, v in yarn.items()}
+    values: dict[str, Any] = {f"mistral3.{name}": value for name, value in (SIZES | own).items()}
+    values |= {"general.architecture": "mistral3"}
     file = Metadata((Path("m.gguf"),), values, EMBEDDING)
-    with pytest.raises(ConfigError, match=r"temperature_scale is '0.1'; expected none"):
-        config_of(file, dtype="float32", is_quantized=False)
+    config = config_of(file, dtype="float32", is_quantized=False)
+    scales = {"mscale": 10.0, "mscale_all_dim": 10.0} if log_multiplier else {}
+    assert config["architectures"] == ["Ministral3ForCausalLM"]
+    expected = {"rope_type": "yarn", "factor": 16.0, "llama_4_scaling_beta": 0.1, **scales}
+    assert config["rope_scaling"] == expected
 
 
 def test_a_missing_size_is_named_with_its_key() -> None:

@@ -131,6 +131,16 @@ ERNIE_MOE = {
     "moe_k": 3,
     "moe_num_experts": 8,
 }
+MINISTRAL3 = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 4.5,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.3,
+        **STRETCHED,
+    }
+}
 GPT_OSS = {
     "attention_bias": True,
     "num_local_experts": 4,
@@ -357,6 +367,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4", {"pad_token_id": 0, "attention_bias": False}),
     "glm4-lite": ("Glm4MoeLite", {**DEEPSEEK, "n_group": 1, "topk_group": 1, "v_head_dim": 24}),
     "minimax-m2": ("MiniMaxM2", MINIMAX),
+    "ministral3": ("Ministral3", MINISTRAL3),
     "seed-oss": ("SeedOss", {"attention_bias": True}),
     "seed-oss-biased": (
         "SeedOss",

@@ -48,6 +48,7 @@ KINDS = (
     "granite-hybrid-attention",  # without positions
     *("smollm3", "exaone4-sliding"),  # without positions in some layers
     *("olmo2", "olmo3-yarn"),  # norms of all heads together
+    "ministral3",  # queries that positions scale
     *("ernie4.5", "glm4"),  # pairs of neighbouring elements
 )
 EXPERT_KINDS = (

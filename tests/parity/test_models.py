@@ -104,6 +104,7 @@ AXES: list[tuple[str, str, object]] = [
     ("gemma3", "embedding_scale", EmbeddingScale()),
     ("gemma3-linear", "logit_softcap", None),
     ("phi3", "windows", (None,) * 3),
+    ("ministral3", "query_scale", None),
     ("smollm3", "ropes", ()),
     ("ernie4.5", "rotates_neighbours", False),
     ("glm", "rotates_neighbours", False),

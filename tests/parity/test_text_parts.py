@@ -14,7 +14,14 @@ from safetensors.torch import load_file, save_file
 from aserve.errors import ConfigError
 from tests.load_model import load_model
 from tests.parity.dense_attend import logits_of
-from tests.parity.references import BASE, GEMMA3, MAX_MODEL_LEN, PROMPT_LEN, VOCAB_SIZE
+from tests.parity.references import (
+    BASE,
+    GEMMA3,
+    MAX_MODEL_LEN,
+    MINISTRAL3,
+    PROMPT_LEN,
+    VOCAB_SIZE,
+)
 
 pytestmark = pytest.mark.slow  # each reference takes a moment to make
 
@@ -32,12 +39,13 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def save(kind: str, directory: Path) -> Any:
+def save(kind: str, directory: Path, **fields: Any) -> Any:
+    """`fields` are others of the text model."""
     text, vision = KINDS[kind]
     model_class: Any = getattr(transformers, f"{kind}ForConditionalGeneration")
     config_class = model_class.config_class
     is_tied = kind == "Gemma3"
-    texts = {**BASE, **text}
+    texts = {**BASE, **text, **fields}
     more = {"mm_tokens_per_image": 4} if kind == "Gemma3" else {}
     config = config_class(
         text_config=texts, vision_config=vision, tie_word_embeddings=is_tied, **more
@@ -69,18 +77,26 @@ def test_the_text_of_a_model_that_reads_pictures_equals_transformers(
     path = tmp_path / "model.safetensors"
     if has_newer_names:
         save_file({newer_name(name): tensor for name, tensor in load_file(path).items()}, path)
+    assert_alike(tmp_path, reference)
+
+
+def test_ministral_3_is_the_text_of_mistral_3(tmp_path: Path) -> None:
+    assert_alike(tmp_path, save("Mistral3", tmp_path, model_type="ministral3", **MINISTRAL3))
+
+
+def assert_alike(directory: Path, reference: Any) -> None:
     ids = torch.randint(VOCAB_SIZE, (PROMPT_LEN,), generator=torch.Generator().manual_seed(3))
     with torch.inference_mode():
         expected = reference(ids.unsqueeze(0)).logits[0]
-    ours = load_model(tmp_path, dtype="float32", max_model_len=MAX_MODEL_LEN)
+    ours = load_model(directory, dtype="float32", max_model_len=MAX_MODEL_LEN)
     torch.testing.assert_close(logits_of(ours, ids), expected, atol=1e-4, rtol=0.0)
 
 
-def test_attention_that_is_scaled_by_position_is_refused(tmp_path: Path) -> None:
+def test_a_text_model_of_another_type_is_refused(tmp_path: Path) -> None:
     save("Mistral3", tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
-    config["text_config"]["model_type"] = "ministral3"
+    config["text_config"]["model_type"] = "mistral4"
     path.write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"model_type .*ministral3"):
+    with pytest.raises(ConfigError, match=r"model_type .*mistral4.*mistral or ministral3"):
         load_model(tmp_path, dtype="float32", max_model_len=MAX_MODEL_LEN)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.layers.norm import HeadNorms
-from aserve.gpu.layers.rope_scaling import Rope, attention_factor, inverse_frequencies
+from aserve.gpu.layers.rope_scaling import QueryScale, Rope, attention_factor, inverse_frequencies
 
 SLICE = 1 << 16  # positions whose angles are computed at once
 
@@ -32,7 +32,7 @@ SLICE = 1 << 16  # positions whose angles are computed at once
 class Rotary:
     """The table of cosines and sines of one RoPE, computed once when the model is built."""
 
-    __slots__ = ("_axes", "table")
+    __slots__ = ("_axes", "query_factors", "table")
 
     def __init__(
         self,
@@ -43,10 +43,15 @@ class Rotary:
         dtype: torch.dtype,
         device: torch.device,
         pair_axes: Sequence[int] = (),
+        query_scale: QueryScale | None = None,
     ) -> None:
-        """`pair_axes`: the axis that each pair uses; empty for one axis."""
+        """`pair_axes`: the axis that each pair uses; empty for one axis. With a `query_scale`,
+        `at` also returns the factor of each token's query, behind its sines."""
         # [rotary_dim], or [0]
         self._axes = torch.tensor(2 * [*pair_axes], dtype=torch.int64, device=device)
+        self.query_factors: Tensor | None = None  # [max_model_len, 1]
+        if query_scale is not None:
+            self.query_factors = query_scale.table(max_model_len, dtype=dtype).to(device)
         # [max_model_len, rotary_dim]: cosines, then sines
         if device.type == "meta" and max_model_len == 1:
             # An inventory's model never runs, and nobody has checked its sizes yet.
@@ -67,7 +72,10 @@ class Rotary:
         """positions int64 [tokens] or [axes, tokens], below max_model_len -> [tokens, rotary_dim],
         for all layers of one forward that share this table."""
         if positions.dim() == 1:
-            return self.table.index_select(0, positions)
+            rows = self.table.index_select(0, positions)
+            if self.query_factors is None:
+                return rows
+            return torch.cat((rows, self.query_factors.index_select(0, positions)), dim=1)
         by_axis = self.table[positions]  # [axes, tokens, rotary_dim]
         return by_axis.gather(0, self._axes.expand(1, positions.shape[1], -1)).squeeze(0)
 

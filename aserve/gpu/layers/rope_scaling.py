@@ -86,6 +86,19 @@ class LongRope(msgspec.Struct, frozen=True):
     long_factor: tuple[float, ...]
 
 
+class QueryScale(msgspec.Struct, frozen=True):
+    """The factor of a query at position p, `1 + beta * ln(1 + floor(p / original_len))`, which
+    Llama 4 and Ministral 3 have beside their rope."""
+
+    beta: float
+    original_len: int
+
+    def table(self, max_model_len: int, *, dtype: torch.dtype) -> Tensor:
+        """Returns the factors of all positions, [max_model_len, 1]."""
+        num_lengths = torch.arange(max_model_len) // self.original_len
+        return (1.0 + self.beta * torch.log1p(num_lengths.double()))[:, None].to(dtype)
+
+
 Rope: TypeAlias = NoRope | DefaultRope | LinearRope | DynamicRope | YarnRope | Llama3Rope | LongRope
 
 

@@ -138,8 +138,11 @@ def _refuse_model(loader: ModelLoader, code: Code) -> None:
         )
     spec = loader.family.spec(loader.config)
     missing = {"experts or other MLPs": spec.mlps, "attention of its own kind": spec.mixers}
-    missing["attention sinks"] = (spec.has_sinks,) * spec.has_sinks
-    for what, has in missing.items():
+    for what, has in (
+        *missing.items(),
+        ("attention sinks", spec.has_sinks),
+        ("queries that positions scale", spec.query_scale is not None),
+    ):
         if has:
             raise ConfigError(
                 f"--device mlx does not run {loader.config.architecture}, which has {what}; take "

@@ -39,7 +39,7 @@ from aserve.gpu.layers.rope_scaling import Rope
 from aserve.gpu.models.base import Attend, HiddenCapture, wide_logits
 from aserve.gpu.models.config.model import ModelConfig
 from aserve.gpu.models.decoder_spec import DecoderSpec
-from aserve.gpu.models.heads import head_norms, joint_norm, row_order
+from aserve.gpu.models.heads import head_norms, joint_norm, row_order, scale_queries
 from aserve.gpu.models.recurrent import recurrent_specs
 from aserve.gpu.weights.source import WeightSource, kv_scales
 
@@ -81,6 +81,7 @@ class Decoder:
                 dtype=weights.dtype,
                 device=weights.device,
                 pair_axes=spec.rope_axes,
+                query_scale=spec.query_scale,
             )
             for rope in ropes
         )
@@ -186,7 +187,7 @@ class Block:
 class Attention:
     """Grouped-query attention with rotary positions: the `Mixer` of most models."""
 
-    __slots__ = ("head_norms", "joint_norm", "layer", "out", "qkv", "sinks")
+    __slots__ = ("has_query_scale", "head_norms", "joint_norm", "layer", "out", "qkv", "sinks")
 
     def __init__(
         self, index: int, spec: DecoderSpec, weights: WeightSource, /, *, width: int | None = None
@@ -211,6 +212,7 @@ class Attention:
             self.joint_norm = joint_norm(layer, spec, weights)
         elif spec.qk_norm is not None:
             self.head_norms = head_norms(layer, spec, weights)
+        self.has_query_scale = spec.query_scale is not None
         self.sinks = None
         if spec.has_sinks:
             self.sinks = weights.tensor(f"{prefix}.sinks", (layer.num_heads,), is_wide=True)
@@ -225,6 +227,8 @@ class Attention:
         heads = self.qkv(x).view(x.shape[0], num_heads, layer.head_dim)  # of q, k and v
         if self.joint_norm is not None:
             heads = self.joint_norm(heads)
+        if self.has_query_scale:
+            cos_sin = scale_queries(heads, cos_sin, layer.num_heads)
         inputs = AttentionInputs(heads, RopeInputs(cos_sin, self.head_norms), self.sinks)
         return self.out(attend(layer, inputs).flatten(1))
 

@@ -11,7 +11,7 @@ import msgspec
 from torch import Tensor
 
 from aserve.gpu.kv.layer_groups import LayerSpec
-from aserve.gpu.layers.rope_scaling import Rope
+from aserve.gpu.layers.rope_scaling import QueryScale, Rope
 from aserve.gpu.models.base import Attend
 from aserve.gpu.models.config.layer_types import Windows
 from aserve.gpu.models.config.model import ModelConfig
@@ -110,6 +110,7 @@ class DecoderSpec(msgspec.Struct, frozen=True):
     rotates_neighbours: bool = False  # rope's pairs are the elements 2 i and 2 i + 1 of a head
     attention_scale: float | None = None  # of q k^T; None: head_dim ** -0.5
     attention_softcap: float | None = None
+    query_scale: QueryScale | None = None  # by position
     has_sinks: bool = False  # a learnt score per head joins each softmax of attention
     embedding_scale: EmbeddingScale = EmbeddingScale()
     residual_scale: float = 1.0  # of a sublayer's output, before it is added to the residual

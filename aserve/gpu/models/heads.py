@@ -1,5 +1,5 @@
-"""The heads of attention, as a spec describes them: the norms of queries and keys, and the order in
-which the rows of their projections are loaded.
+"""The heads of attention, as a spec describes them: the norms of queries and keys, the order in
+which the rows of their projections are loaded, and factors of queries by position.
 """
 
 from __future__ import annotations
@@ -70,3 +70,11 @@ def row_order(layer: LayerSpec, spec: DecoderSpec) -> Tensor | None:
     num_rotated = layer.num_heads + layer.num_kv_heads
     order[:num_rotated] = order[:num_rotated, :1] + of_head
     return order.flatten()
+
+
+def scale_queries(heads: Tensor, cos_sin: Tensor, num_q: int) -> Tensor:
+    """Multiplies the queries of heads [tokens, q + k + v, head_dim] in place by the factors of
+    their positions, the last column of cos_sin [tokens, rotary_dim + 1]. Returns the others."""
+    cos_sin, factors = cos_sin.tensor_split((-1,), dim=1)
+    heads[:, :num_q] *= factors[:, :, None]
+    return cos_sin.contiguous()

@@ -342,6 +342,12 @@ FAMILIES: Mapping[str, Family] = {
         minimax_m2.minimax_m2,
         minimax_m2.DEFAULTS,
     ),
+    "Ministral3ForCausalLM": DecoderFamily(
+        "Ministral 3",
+        "as Llama, with yarn; queries are scaled by their positions",
+        mistral.ministral3,
+        mistral.MINISTRAL3_DEFAULTS,
+    ),
     "MistralForCausalLM": DecoderFamily(
         "Mistral",
         "a sliding window in all layers",
@@ -350,7 +356,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Mistral3ForConditionalGeneration": VisionLanguageFamily(
         "Mistral Small 3",
-        "as Mistral, and pictures by the vision transformer of Pixtral",
+        "as Mistral or Ministral 3, and pictures by the vision transformer of Pixtral",
         mistral.mistral3,
         mistral.pixtral,
         mistral.SMALL3_DEFAULTS,

@@ -66,7 +66,8 @@ SAME_INPUT = -1  # in place of a norm's address: the next layer reads the same i
 # embeddings the residual stream is given. `ranks` has the words of rank_sum.py, for layers whose
 # products are sums over ranks; sizes are those of this rank. The output of attention is gated if
 # there are `gates`: as many as heads. `mixed` and `attended` are the sizes of two buffers, for each
-# token, that suffice for the mixers of all layers, and for their experts.
+# token, that suffice for the mixers of all layers, and for their experts. `query_factors` is the
+# address of the factors of queries by position, float32 [max_len] (0 for none).
 #
 # Of draft models: `joined` is the size of the embeddings and of the hidden states that are joined
 # with them, 0 if none are. Then the weights of the norms of both parts and before the head; the
@@ -76,7 +77,7 @@ MODEL: Any = np.dtype(
     [
         *[(name, np.int64) for name in ("hidden", "inner", "vocab", "num_embeddings", "max_len")],
         *[(name, np.int64) for name in ("heads", "kv_heads", "head_dim", "rotary_dim", "gates")],
-        *[(name, np.int64) for name in ("mixed", "attended")],
+        *[(name, np.int64) for name in ("mixed", "attended", "query_factors")],
         *[(name, np.int64) for name in ("page_size", "table_rows", "table_columns")],
         *[(name, np.int64) for name in ("embeddings", "first_norm")],
         ("head", PRODUCT),
@@ -506,6 +507,8 @@ def store_keys(
     num_rotated = model.heads + model.kv_heads * model.stores_kv
     norms = array_at(layer.head_norms, (num_rotated, model.head_dim), heads)
     key_norm = array_at(layer.key_norm, (model.kv_heads * model.head_dim,), heads)
+    num_factors = model.max_len if model.query_factors != 0 else 0
+    factors = array_at(model.query_factors, (num_factors,), heads)
     rope = np.empty(model.rotary_dim, np.float32)
     gates = np.empty((model.gates, model.head_dim), np.float32)
     for r in range(rows.shape[0]):
@@ -514,15 +517,15 @@ def store_keys(
             position = lens[r] - query_lens[r] + start - starts[r]
             _rope_and_store(
                 heads[start:stop], keys, values, table[rows[r]], position, model, layer, cos_sin,
-                norms, key_norm, rope, gates,
+                norms, key_norm, factors, rope, gates,
             )  # fmt: skip
 
 
 @njit(nogil=True, **NO_REFCOUNT)
 def _rope_and_store(
     heads: Float32s, keys: Floats, values: Floats, pages: Int64s, position: int,
-    model: Any, layer: Any, cos_sin: Floats, norms: Float32s, key_norm: Float32s, rope: Float32s,
-    gates: Float32s,
+    model: Any, layer: Any, cos_sin: Floats, norms: Float32s, key_norm: Float32s,
+    factors: Float32s, rope: Float32s, gates: Float32s,
 ) -> None:  # fmt: skip
     """Handles one row's tokens, from `position` on. `rope` [rotary_dim] and `gates` [gates,
     head_dim] are scratch memory."""
@@ -543,6 +546,8 @@ def _rope_and_store(
             if layer.head_norms != 0 and layer.key_norm == 0:
                 norm_row(token_heads[head], norms[head], layer.head_eps, token_heads[head])
             _rope_head(token_heads[head], rope)
+        if factors.shape[0] != 0:
+            _multiply(token_heads[: model.heads].reshape(-1), factors[token_position])
         if model.stores_kv == 0:
             continue
         page = pages[token_position // model.page_size]
@@ -589,6 +594,12 @@ def _gate_heads(heads: Float32s, attended: Floats, team: Team) -> None:
         for i in range(np.uint64(last - first)):
             wide[i] *= sigmoid(gates[i])
         narrow(wide, own)
+
+
+@njit(nogil=True, **NO_REFCOUNT)
+def _multiply(x: Float32s, factor: np.float32) -> None:
+    for i in range(x.shape[0]):
+        x[i] *= factor
 
 
 @njit(nogil=True, **NO_REFCOUNT)

@@ -202,6 +202,7 @@ class ModelRecords:
         attention, table = attentions_of(model.blocks)[0], whole.rotaries[0].table
         layer, (mixed, attended) = attention.layer, most_of(model.blocks)
         begins = not isinstance(model, StagedDecoder) or model.is_first
+        factors = whole.rotaries[0].query_factors
         return {
             "hidden": config.hidden_size,
             "inner": config.intermediate_size,
@@ -212,6 +213,7 @@ class ModelRecords:
             "kv_heads": layer.num_kv_heads,
             "head_dim": layer.head_dim,
             "rotary_dim": table.shape[1],
+            "query_factors": 0 if factors is None else self._keep(factors),
             "gates": num_gates(attention),
             "mixed": mixed,
             "attended": attended,

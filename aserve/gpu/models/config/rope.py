@@ -16,6 +16,7 @@ from aserve.gpu.layers.rope_scaling import (
     Llama3Rope,
     LongRope,
     NoRope,
+    QueryScale,
     Rope,
     YarnRope,
 )
@@ -28,6 +29,7 @@ DEFAULT_THETA = 10_000.0
 THETA = "rope_theta"
 LOCAL_THETA = "rope_local_base_freq"  # theta of sliding layers, in older files
 PARTIAL = "partial_rotary_factor"
+BETA = "llama_4_scaling_beta"
 SECTIONS = "mrope_section"  # of positions with several axes
 
 
@@ -72,6 +74,15 @@ def parse_rope(fields: Fields, kind: str, *, rotary_dim: int, max_position_embed
             return _longrope(rope, theta, trained_len, ratio=ratio, half=rotary_dim // 2)
         case _:
             rope.refuse("rope_type" if rope.has("rope_type") else "type", expected=SUPPORTED)
+
+
+def query_scale(fields: Fields) -> QueryScale | None:
+    """Returns the factors of queries by position, which stand beside a rope's parameters."""
+    section = _section(fields)
+    if not section.has(BETA):
+        return None
+    original_len = section.integer("original_max_position_embeddings")
+    return QueryScale(section.number(BETA), original_len)
 
 
 def longest_context(rope: Rope, max_position_embeddings: int) -> int:

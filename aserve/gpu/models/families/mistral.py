@@ -1,17 +1,23 @@
 """Mistral: the Llama decoder with one sliding window in all layers, unless the config says null.
-Mistral Small 3 has it behind the vision transformer of Pixtral, which has norms and MLPs as Llama,
+Ministral 3 has queries that their positions scale. Mistral Small 3 and newer files of Ministral 3
+have one of them behind the vision transformer of Pixtral, which has norms and MLPs as Llama,
 frequencies of their own for columns, and a projector that joins patches after a norm.
 
-Reference: modeling_mistral.py, modeling_mistral3.py and modeling_pixtral.py in transformers.
+Reference: modeling_mistral.py, modeling_ministral3.py, modeling_mistral3.py and modeling_pixtral.py
+in transformers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
+
+import msgspec
 
 from aserve.gpu.models.config.fields import Fields
 from aserve.gpu.models.config.layer_types import one_window
 from aserve.gpu.models.config.model import ModelConfig
+from aserve.gpu.models.config.rope import query_scale
 from aserve.gpu.models.decoder_spec import DecoderSpec
 from aserve.gpu.models.vision.encoder import VisionRope, VisionSpec
 from aserve.gpu.models.vision.layers import activation_of, gated_mlp, patch_merger, rms_norm
@@ -19,6 +25,7 @@ from aserve.gpu.weights.renamed import renamed
 
 DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}
 SMALL3_DEFAULTS = {"num_key_value_heads": 8}
+MINISTRAL3_DEFAULTS = {"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5}
 PIXTRAL_NORM_EPS = 1e-5
 LAST_LAYER = -1
 RENAMED = {
@@ -40,11 +47,23 @@ def mistral(config: ModelConfig) -> DecoderSpec:
     return DecoderSpec(config, windows=one_window(config.fields))
 
 
+def ministral3(config: ModelConfig) -> DecoderSpec:
+    return msgspec.structs.replace(mistral(config), query_scale=query_scale(config.fields))
+
+
+# By the type of the text model.
+TEXT_MODELS: Mapping[str, Callable[[ModelConfig], DecoderSpec]] = {
+    "mistral": mistral,
+    "ministral3": ministral3,
+}
+
+
 def mistral3(config: ModelConfig) -> DecoderSpec:
     fields = config.fields
-    if (kind := fields.text("model_type", default="mistral")) != "mistral":
-        fields.refuse("model_type", expected=f"mistral in text_config: {kind} is not supported")
-    return mistral(config)
+    kind = fields.text("model_type", default="mistral")
+    if kind not in TEXT_MODELS:
+        fields.refuse("model_type", expected=f"{' or '.join(TEXT_MODELS)} in text_config")
+    return TEXT_MODELS[kind](config)
 
 
 def pixtral(config: ModelConfig) -> VisionSpec:
