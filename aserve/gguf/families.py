@@ -196,6 +196,14 @@ def _experts(file: Metadata) -> Settings:
     }
 
 
+def _olmoe(file: Metadata) -> Settings:
+    return {
+        "num_experts": file.integer("expert_count"),
+        "num_experts_per_tok": file.integer("expert_used_count"),
+        "norm_topk_prob": False,
+    }
+
+
 def _qwen2_moe(file: Metadata) -> Settings:
     return {
         **_experts(file),
@@ -592,6 +600,7 @@ FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
             *("Exaone4ForCausalLM", "exaone4", _windows, {**LAYER, **NORMS_AROUND})
         ),
         "falcon-h1": GgufFamily("FalconH1ForCausalLM", "falcon_h1", _falcon_h1, {**LAYER, **MAMBA}),
+        "gemma": GgufFamily("GemmaForCausalLM", "gemma", _nothing, norm_offset=1.0),
         "gemma2": GgufFamily(
             *("Gemma2ForCausalLM", "gemma2", _gemma2, {**LAYER, **NORMS_AROUND}), norm_offset=1.0
         ),
@@ -642,6 +651,7 @@ FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
         "nemotron_h_moe": NEMOTRON_H,
         # OLMo 3, whose layers may all be without a window, as those of OLMo 2 are.
         "olmo2": GgufFamily("Olmo3ForCausalLM", "olmo3", _windows, {**LAYER, **NORMS_AROUND}),
+        "olmoe": GgufFamily("OlmoeForCausalLM", "olmoe", _olmoe, {**LAYER, **EXPERTS}),
         "phi3": GgufFamily(
             *("Phi3ForCausalLM", "phi3", _phi3),
             {**LAYER, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},

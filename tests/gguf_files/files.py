@@ -20,7 +20,7 @@ Values = npt.NDArray[np.float32]
 Tensors = Iterator[tuple[str, Values]]
 SUFFIXES = (".weight", ".bias")
 NEIGHBOURS = ("llama", "granite", "granitehybrid", "granitemoe", "mistral3", "smollm3")
-ADDS_ONE = ("gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")
+ADDS_ONE = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")
 INDEXER = {"wk": "attn_k", "wq_b": "attn_q_b", "k_norm": "k_norm", "weights_proj": "proj"}
 LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # Tensors that have a name each in GGUF, by their ends, in order of their rows.

@@ -253,6 +253,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral": ("Mistral", {"sliding_window": 24}),
     "mistral-full": ("Mistral", {"sliding_window": None, "rope_theta": 1e6}),
+    "gemma": ("Gemma", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "gemma2": ("Gemma2", GEMMA2),
     "gemma2-uncapped": ("Gemma2", {**GEMMA2, **UNCAPPED, "attention_bias": True}),
     "gemma3": ("Gemma3", GEMMA3),
@@ -353,6 +354,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "Olmo3",
         {**MIXED, "rope_scaling": {"rope_type": "yarn", "factor": 4.5, **STRETCHED}},
     ),
+    "olmoe": ("Olmoe", {"hidden_size": 64, "num_experts": 4, "num_experts_per_tok": 2}),
     "dots1": ("Dots1", DOTS1),
     "dots1-sliding": (
         "Dots1",

@@ -55,6 +55,7 @@ EXPERT_KINDS = (
     "ernie4.5-moe",
     "minimax-m2",
     "mixtral",
+    "olmoe",
     "qwen2-moe",
     "qwen3-moe",
     "glm4-moe",

@@ -91,6 +91,8 @@ SWAPPED = msgspec.structs.replace(
 AXES: list[tuple[str, str, object]] = [
     ("mistral", "windows", (None,) * 3),
     ("qwen2-sliding", "windows", (24,) * 3),
+    ("gemma", "norm_offset", 0.0),
+    ("gemma", "embedding_scale", EmbeddingScale()),
     ("gemma2", "windows", (None, 24, None)),
     ("gemma2", "attention_scale", None),
     ("gemma2", "attention_softcap", None),

@@ -24,6 +24,7 @@ from aserve.gpu.models.families import (
     ernie4_5,
     exaone4,
     falcon_h1,
+    gemma,
     gemma2,
     gemma3,
     glm4,
@@ -41,6 +42,7 @@ from aserve.gpu.models.families import (
     modernbert,
     nemotron_h,
     olmo2,
+    olmoe,
     phi3,
     qwen2,
     qwen2_moe,
@@ -191,6 +193,12 @@ FAMILIES: Mapping[str, Family] = {
         falcon_h1.falcon_h1,
         falcon_h1.DEFAULTS,
         bamba.own_name,
+    ),
+    "GemmaForCausalLM": DecoderFamily(
+        "Gemma",
+        "as Llama, with norms scaled by 1 + w, and scaled embeddings",
+        gemma.gemma,
+        gemma.DEFAULTS,
     ),
     "Gemma2ForCausalLM": DecoderFamily(
         "Gemma 2",
@@ -412,6 +420,12 @@ FAMILIES: Mapping[str, Family] = {
         "as OLMo 2; a window in three of four layers",
         olmo2.olmo3,
         olmo2.DEFAULTS_3,
+    ),
+    "OlmoeForCausalLM": DecoderFamily(
+        "OLMoE",
+        "experts chosen by softmax in all layers, norms over all heads",
+        olmoe.olmoe,
+        olmoe.DEFAULTS,
     ),
     "Phi3ForCausalLM": DecoderFamily(
         "Phi-3, Phi-4",
