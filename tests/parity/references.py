@@ -251,6 +251,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV32",
         {**DEEPSEEK, **SPARSE, "rope_parameters": {**YARN_MSCALE, **STRETCHED}},
     ),
+    "glm5": ("GlmMoeDsa", {**DEEPSEEK, **SPARSE, "indexer_types": ["full"] * 3}),
+    "solar-open": (
+        "SolarOpen",
+        {"moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 3},
+    ),
     "mistral": ("Mistral", {"sliding_window": 24}),
     "mistral-full": ("Mistral", {"sliding_window": None, "rope_theta": 1e6}),
     "gemma": ("Gemma", {"num_key_value_heads": 1, "tie_word_embeddings": True}),

@@ -61,6 +61,7 @@ EXPERT_KINDS = (
     "glm4-moe",
     "glm4-moe-groups",
     "gpt-oss",
+    "solar-open",
 )
 # Attention is the last layer of one.
 RECURRENT_KINDS = (

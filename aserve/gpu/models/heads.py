@@ -78,3 +78,11 @@ def scale_queries(heads: Tensor, cos_sin: Tensor, num_q: int) -> Tensor:
     cos_sin, factors = cos_sin.tensor_split((-1,), dim=1)
     heads[:, :num_q] *= factors[:, :, None]
     return cos_sin.contiguous()
+
+
+def neighbours_to_halves(heads: Tensor, rotary_dim: int) -> Tensor:
+    """Returns heads [..., head_dim] with the elements 2 i and 2 i + 1 of the first `rotary_dim` at
+    i and i + half, where `apply_rope` has a pair."""
+    rotated, rest = heads.tensor_split((rotary_dim,), dim=-1)
+    halves = rotated.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return torch.cat((halves, rest), dim=-1) if rest.shape[-1] else halves

@@ -10,8 +10,9 @@ The query attends to the `top_k` keys of the largest I. Among equal scores the e
 that the choice does not depend on the step in which it is made. The index keys are cached beside
 the latents. Positive factors of I change no choice, and are left out.
 
-NOTE: rope rotates the first elements of the index heads by halves (i, i + half), while the rope of
-the attention itself rotates neighbours (2 i, 2 i + 1).
+NOTE: in DeepSeek-V3.2 rope rotates the first elements of the index heads by halves (i, i + half),
+while the rope of the attention itself rotates neighbours (2 i, 2 i + 1). In GLM-5 both rotate
+neighbours, which are moved to i and i + half first.
 Source: https://arxiv.org/abs/2512.02556, modeling_deepseek_v32.py in transformers
 """
 
@@ -26,6 +27,7 @@ from torch.nn import functional
 
 from aserve.gpu.layers.rope import RopeInputs, apply_rope
 from aserve.gpu.models.config.fields import Fields
+from aserve.gpu.models.heads import neighbours_to_halves
 from aserve.gpu.weights.source import WeightSource
 
 NORM_EPS = 1e-6  # of the layer norm of index keys, in the reference code
@@ -37,6 +39,7 @@ class IndexShape(msgspec.Struct, frozen=True):
     index_n_heads: int
     index_head_dim: int
     index_topk: int
+    indexer_rope_interleave: bool = False  # rope rotates neighbouring elements
 
     @classmethod
     def of(cls, fields: Fields, *, rope_dim: int) -> IndexShape:
@@ -46,6 +49,7 @@ class IndexShape(msgspec.Struct, frozen=True):
             index_n_heads=fields.integer("index_n_heads"),
             index_head_dim=fields.integer("index_head_dim"),
             index_topk=fields.integer("index_topk"),
+            indexer_rope_interleave=fields.flag("indexer_rope_interleave"),
         )
 
 
@@ -98,7 +102,10 @@ class Indexer:
         keys = functional.layer_norm(
             self._key(x).to(weight.dtype), weight.shape, weight, bias, NORM_EPS
         )
-        heads = apply_rope(torch.cat((q, keys.to(q.dtype)[:, None]), dim=1), RopeInputs(cos_sin))
+        heads = torch.cat((q, keys.to(q.dtype)[:, None]), dim=1)
+        if shape.indexer_rope_interleave:
+            heads = neighbours_to_halves(heads, cos_sin.shape[1])
+        heads = apply_rope(heads, RopeInputs(cos_sin))
         return IndexInputs(heads[:, :-1], self._weights(x), heads[:, -1])
 
 

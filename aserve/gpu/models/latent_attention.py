@@ -46,6 +46,7 @@ from aserve.gpu.layers.rope import RopeInputs, apply_rope
 from aserve.gpu.models.base import Attend
 from aserve.gpu.models.config.fields import Fields
 from aserve.gpu.models.decoder_spec import DecoderSpec
+from aserve.gpu.models.heads import neighbours_to_halves
 from aserve.gpu.models.indexer import Indexer, IndexInputs, IndexShape
 from aserve.gpu.weights.source import WeightSource, kv_scales
 
@@ -244,7 +245,7 @@ class LatentAttention:
         q_nope, q_pe = q.split((q.shape[-1] - num_rope, num_rope), dim=-1)
         heads = torch.cat((q_pe, k_pe[:, None]), dim=1)
         if self._is_interleaved:
-            heads = heads.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+            heads = neighbours_to_halves(heads, num_rope)
         rotated = apply_rope(heads, RopeInputs(cos_sin))
         c = self._kv_norm(c.contiguous())
         inputs = LatentInputs(

@@ -251,6 +251,12 @@ FAMILIES: Mapping[str, Family] = {
         glm4.glm,
         glm4.DEFAULTS,
     ),
+    "GlmMoeDsaForCausalLM": DecoderFamily(
+        "GLM-5",
+        "as DeepSeek-V3.2; rope rotates neighbouring elements of index heads, too",
+        deepseek.deepseek_v32,
+        deepseek.GLM5_DEFAULTS,
+    ),
     "GptOssForCausalLM": DecoderFamily(
         "gpt-oss",
         "attention sinks, a window in every other layer, clamped experts, also in MXFP4",
@@ -567,6 +573,12 @@ FAMILIES: Mapping[str, Family] = {
         "as Llama, without rotary positions in every fourth layer",
         smollm3.smollm3,
         smollm3.DEFAULTS,
+    ),
+    "SolarOpenForCausalLM": DecoderFamily(
+        "Solar Open",
+        "as GLM-4.5, with whole heads rotated and experts in all layers",
+        glm4_moe.glm4_moe,
+        glm4_moe.SOLAR_DEFAULTS,
     ),
     "XLMRobertaForSequenceClassification": EncoderFamily(
         "XLM-RoBERTa (classifier)",

@@ -183,6 +183,9 @@ def test_the_cache_holds_one_latent_for_a_token_in_each_layer() -> None:
         ({"moe_layer_freq": 2}, "moe_layer_freq is 2; expected 1"),
         ({"q_lora_rank": None}, "q_lora_rank is missing; expected a number: the indexer"),
         ({"index_head_dim": 32}, "index_head_dim is 32; expected at least qk_rope_head_dim"),
+        ({"indexer_types": ["full", "shared"]}, "indexer_types is .*; expected an indexer in each"),
+        ({"index_topk_freq": 4}, "index_topk_freq is 4; expected an indexer in each layer"),
+        ({"index_topk_pattern": "FSS"}, "index_topk_pattern is 'FSS'; expected an indexer in each"),
     ],
 )
 def test_what_no_published_model_has_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -1,9 +1,9 @@
-"""DeepSeek-V2, V3, V3.2, Kimi K2 and GLM-4.7-Flash: latent attention, and experts behind the first
-layers.
+"""DeepSeek-V2, V3, V3.2, Kimi K2, GLM-4.7-Flash and GLM-5: latent attention, and experts behind the
+first layers.
 
 V2 chooses experts by their softmax scores, among all of them (`greedy`) or in the groups that have
 the best experts (`group_limited_greedy`). V3 has sigmoid scores, and a bias corrects the choice.
-V3.2 is V3 with sparse attention: each layer has an indexer (models/indexer.py).
+V3.2 and GLM-5 are V3 with sparse attention: each layer has an indexer (models/indexer.py).
 
 Reference: modeling_deepseek_v2.py, _v3.py and _v32.py in transformers.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 
+from aserve.gpu.models.config.fields import Fields
 from aserve.gpu.models.config.model import ModelConfig
 from aserve.gpu.models.decoder_spec import DecoderSpec, MakeMlp
 from aserve.gpu.models.families.glm4_moe import corrected_experts, mlps_by_layer
@@ -66,6 +67,20 @@ GLM4_LITE_DEFAULTS = {
 }
 V32_DEFAULTS = {**V3_DEFAULTS, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
 
+GLM5_DEFAULTS = {
+    **V32_DEFAULTS,
+    "index_n_heads": 32,
+    "indexer_rope_interleave": True,
+    "n_group": 1,
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "rms_norm_eps": 1e-5,
+    "topk_group": 1,
+    "v_head_dim": 256,
+}
+# Fields that say which layers have indexers.
+KINDS, PERIOD, PATTERN = "indexer_types", "index_topk_freq", "index_topk_pattern"
+
 
 def deepseek_v2(config: ModelConfig) -> DecoderSpec:
     return _deepseek(config, _softmax_experts(config))
@@ -79,9 +94,21 @@ def deepseek_v32(config: ModelConfig) -> DecoderSpec:
     fields = config.fields
     if not fields.has("q_lora_rank"):
         fields.refuse("q_lora_rank", expected="a number: the indexer reads compressed queries")
+    _refuse_shared_choices(fields)
     rope_dim = fields.integer("qk_rope_head_dim")
     index_shape = IndexShape.of(fields, rope_dim=rope_dim)
     return _deepseek(config, corrected_experts(config), index_shape)
+
+
+def _refuse_shared_choices(fields: Fields) -> None:
+    """Refuses layers that attend to the keys which the indexer of another layer has chosen."""
+    expected = "an indexer in each layer: layers that share the choice of another are not supported"
+    if fields.has(KINDS) and {*fields.texts(KINDS)} != {"full"}:
+        fields.refuse(KINDS, expected=expected)
+    if fields.integer(PERIOD, default=1) != 1:
+        fields.refuse(PERIOD, expected=expected)
+    if fields.has(PATTERN) and {*fields.text(PATTERN)} != {"F"}:
+        fields.refuse(PATTERN, expected=expected)
 
 
 def _deepseek(

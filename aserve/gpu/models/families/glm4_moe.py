@@ -1,7 +1,8 @@
 """GLM-4.5, the Llama decoder with half of each head rotated, and a mixture of experts with
-DeepSeek-V3's routing in all layers but the first; and dots.llm1, which has whole heads rotated.
+DeepSeek-V3's routing in all layers but the first; and dots.llm1 and Solar Open, which have whole
+heads rotated.
 
-Reference: modeling_glm4_moe.py and modeling_dots1.py in transformers.
+Reference: modeling_glm4_moe.py, modeling_dots1.py and modeling_solar_open.py in transformers.
 """
 
 from __future__ import annotations
@@ -39,6 +40,16 @@ DOTS1_DEFAULTS = {
     "n_shared_experts": 0,
     "routed_scaling_factor": 1.0,
     "topk_group": 1,
+}
+
+SOLAR_DEFAULTS = {
+    **DEFAULTS,
+    "first_k_dense_replace": 0,
+    "moe_intermediate_size": 1280,
+    "partial_rotary_factor": 1.0,
+    "rope_theta": 1e6,
+    # All layers have experts, so that config.json has no size of other MLPs.
+    "intermediate_size": 1280,
 }
 
 
