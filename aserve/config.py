@@ -481,8 +481,8 @@ class MachineOptions:
     )
     ranks_timeout: float = option(
         600.0,
-        "seconds that ranks wait for each other while they load the model, new weights or an "
-        "adapter, after which the engine ends",
+        "seconds that ranks wait for each other while they start, load the model, new weights or "
+        "an adapter, after which the engine ends",
         Limits(low=1, high=86400, aliases=("dist-timeout", "distributed-timeout-seconds")),
     )
     enable_dp_attention: bool = option(

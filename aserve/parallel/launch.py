@@ -18,7 +18,7 @@ from aserve.config import DisaggregationOptions, Resolved, RouterOptions, Server
 from aserve.options.node_options import NodeOptions
 from aserve.parallel.hosts import Entrance, Hosts, RemoteHost, RemoteProcess, divided
 from aserve.parallel.processes import RankProcess, memory_folder, shared_folder, spawned_rank
-from aserve.parallel.topology import Cluster, Coordinates, StartRank, family_of
+from aserve.parallel.topology import MEET_S, Cluster, Coordinates, StartRank, family_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,19 @@ class Team:
     ranks: tuple[RankProcess, ...]
     hosts: Hosts
     store: socket.socket | None
+
+
+def first_place(resolved: Resolved, *, store: str) -> Coordinates:
+    """Returns the place of rank 0. WHY: on a cluster whose files are on a slow disk one machine may
+    import its libraries minutes behind the others.
+    """
+    return Coordinates(
+        num_ranks=resolved.num_ranks,
+        store=store,
+        num_stages=resolved.machine.pipeline_parallel_size,
+        has_own_rows=resolved.dp_size > 1,
+        meet_s=max(MEET_S, resolved.machine.ranks_timeout),
+    )
 
 
 @contextlib.contextmanager
@@ -44,12 +57,7 @@ def started_ranks(resolved: Resolved, model_dir: Path) -> Iterator[Team]:
         hosts = Hosts()
         undo.push(_end_of(hosts))
         _join(hosts, resolved, launch)
-        place = Coordinates(
-            num_ranks=resolved.num_ranks,
-            store=f"{folder}/store",
-            num_stages=resolved.machine.pipeline_parallel_size,
-            has_own_rows=resolved.dp_size > 1,
-        )
+        place = first_place(resolved, store=f"{folder}/store")
         cluster, store = _cluster_of(hosts)
         if store is not None:
             undo.callback(store.close)

@@ -51,7 +51,7 @@ from aserve.parallel.topology import (
 logger = logging.getLogger(__name__)
 
 LATE_SHARE = 0.05  # of --ranks-timeout, until the ranks that have not loaded are logged
-UP_S = 60.0  # for a rank to import its libraries
+REASON_S = 60.0  # for a rank to tell why it has not met the others
 FORGET_S = 1.0  # for the event loop to end what waits for the ranks
 # Without a word from a host, which sends one every ALIVE_EVERY_S: until it counts as silent, and
 # until the loss of a rank counts as its silence.
@@ -75,7 +75,7 @@ def load_ranks(
 
         def meet() -> Coordinates:
             for rank in team.ranks:
-                rank.expect(RankUp, timeout_s=UP_S)
+                rank.expect(RankUp, timeout_s=team.place.meet_s)
             if team.store is not None:
                 served.append(serve_store(team.store))
             return team.place
@@ -109,7 +109,7 @@ def _built(build: Callable[[], LocalExecutor], ranks: Sequence[RankProcess]) -> 
         return build()
     except RankLost as lost:
         for rank in ranks:
-            rank.expect(RankLoaded, timeout_s=UP_S)
+            rank.expect(RankLoaded, timeout_s=REASON_S)
         raise EngineDead(str(lost)) from lost
 
 

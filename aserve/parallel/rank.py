@@ -87,7 +87,7 @@ def main() -> int:
 @contextlib.contextmanager
 def _ending_with_leader(sock: socket.socket, place: Coordinates) -> Iterator[None]:
     """Ends this process at once if rank 0 goes within the block, as one that is killed while it
-    loads. This rank would wait for it for MEET_S. Removes the folder by whose files ranks meet,
+    loads. This rank would wait for it for `meet_s`. Removes the folder by whose files ranks meet,
     which such a rank 0 leaves.
     """
     awake, waker = socket.socketpair()

@@ -25,6 +25,7 @@ from aserve.messages.results import SampleResult, StepFailed, StepResult
 from aserve.messages.step import Launch, Resync, Sample
 
 LONG_S = 600.0
+MEET_S = 60.0  # at least, for a rank to import its libraries and meet the others
 SHARED_FOLDER = "/dev/shm"  # files in it are memory
 
 
@@ -59,6 +60,7 @@ class Coordinates(msgspec.Struct, frozen=True):
     num_stages: int = 1
     has_own_rows: bool = False  # a data-parallel rank
     cluster: Cluster | None = None  # None: all ranks share a machine
+    meet_s: float = MEET_S  # in which all ranks must have met
 
     @property
     def num_processes(self) -> int:
@@ -97,13 +99,15 @@ class Coordinates(msgspec.Struct, frozen=True):
         rank = self.rank % self.num_ranks
         part = self.cluster and self.cluster.part(self.rank - rank, self.num_ranks)
         store = f"{self.store}.stage{self.stage}"
-        return Coordinates(rank, self.num_ranks, store, cluster=part)
+        return Coordinates(rank, self.num_ranks, store, cluster=part, meet_s=self.meet_s)
 
     @property
     def among_all(self) -> Coordinates:
         """The place among the ranks of all stages, as if they were of one."""
         store = f"{self.store}.all"
-        return Coordinates(self.rank, self.num_processes, store, cluster=self.cluster)
+        return Coordinates(
+            self.rank, self.num_processes, store, cluster=self.cluster, meet_s=self.meet_s
+        )
 
 
 def family_of(host: str) -> socket.AddressFamily:

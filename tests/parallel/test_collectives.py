@@ -57,6 +57,15 @@ def test_sums_have_the_bits_of_gloo_on_all_ranks(tmp_path: Path) -> None:
         assert all(torch.equal(expected, each) for each in found)
 
 
+@pytest.mark.parametrize("make", [GroupCollectives, SharedCollectives])
+def test_the_time_in_which_ranks_must_meet_is_that_of_their_place(
+    make: Callable[[Coordinates, Patience], Collectives], tmp_path: Path
+) -> None:
+    """It was a minute, however long one machine of a cluster imports its libraries."""
+    with pytest.raises(RankLost):
+        make(Coordinates(0, 2, store=str(tmp_path / "store"), meet_s=0.2), Patience())
+
+
 def test_a_rank_that_has_ended_is_lost_at_once_and_one_that_stays_away_in_time(
     tmp_path: Path,
 ) -> None:

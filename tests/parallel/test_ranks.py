@@ -27,6 +27,7 @@ from aserve.load import load_executor
 from aserve.messages.changes import CheckWeights, EngineJob, LoadLora, LoadWeights
 from aserve.messages.requests import AdmitRequest
 from aserve.parallel import leader
+from aserve.parallel.launch import first_place
 from aserve.parallel.leader import ParallelExecutor
 from aserve.parallel.processes import RankProcess, spawned_rank
 from aserve.parallel.topology import Coordinates, RankLost, RankUp, StartRank
@@ -256,6 +257,13 @@ def test_a_rank_that_loads_late_is_logged_long_before_the_engine_gives_it_up(
         leader._loaded(rank, limit_s=1.0)
     rank.close()
     assert caplog.messages == ["ranks load late ranks=[1] waited_s=0 limit_s=1"]
+
+
+@pytest.mark.parametrize(("option", "expected"), [(10, 60), (900, 900)])
+def test_ranks_may_meet_as_late_as_they_may_load(option: int, expected: int) -> None:
+    place = first_place(resolved_of(tensor_parallel_size=2, ranks_timeout=option), store="s")
+    for each in (place, place.in_stage, place.among_all):
+        assert each.meet_s == expected
 
 
 async def test_a_rank_that_hangs_in_a_job_ends_the_engine(

@@ -21,7 +21,6 @@ from torch.distributed import (  # type: ignore[attr-defined]  # it has them
 from aserve.parallel.topology import Coordinates, RankLost, family_of
 
 LOOPBACK = "127.0.0.1"
-MEET_S = 60.0  # until all ranks have connected
 TOKEN_BYTES = 16
 DOORS = "doors"
 
@@ -33,7 +32,7 @@ def host_of(place: Coordinates) -> str:
 
 def store_of(place: Coordinates, name: str) -> Store:
     """Raises RankLost if the store of several machines is not there."""
-    timeout, cluster = timedelta(seconds=MEET_S), place.cluster
+    timeout, cluster = timedelta(seconds=place.meet_s), place.cluster
     if cluster is None:
         store: Store = FileStore(f"{place.store}-{name}", place.num_ranks)
         store.set_timeout(timeout)
@@ -54,7 +53,6 @@ def serve_store(listener: socket.socket) -> Store:
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
-        timeout=timedelta(seconds=MEET_S),
     )
 
 
@@ -63,7 +61,7 @@ class Door:
     machine shows a token, which it finds beside the address in the store."""
 
     def __init__(self, place: Coordinates, other: int) -> None:
-        self._token = b""
+        self._token, self._meet_s = b"", place.meet_s
         if place.shares_node(other):
             self._listener = socket.socket(socket.AF_UNIX)
             self._listener.bind(_file_of(place, place.rank))
@@ -83,7 +81,7 @@ class Door:
 
     def accepted(self) -> socket.socket:
         """Waits for the other rank. Raises TimeoutError."""
-        self._listener.settimeout(MEET_S)
+        self._listener.settimeout(self._meet_s)
         while True:
             end, _ = self._listener.accept()
             if self._is_known(end):
@@ -91,7 +89,7 @@ class Door:
             end.close()
 
     def _is_known(self, end: socket.socket) -> bool:
-        end.settimeout(MEET_S)
+        end.settimeout(self._meet_s)
         try:
             shown = end.recv(len(self._token), socket.MSG_WAITALL) if self._token else b""
         except OSError:
@@ -110,7 +108,7 @@ def enter(place: Coordinates, other: int) -> socket.socket:
 def _entered(place: Coordinates, other: int) -> socket.socket:
     if not place.shares_node(other):
         token, port, host = store_of(place, DOORS).get(f"{other}").decode().split(" ")
-        end = socket.create_connection((host, int(port)), timeout=MEET_S)
+        end = socket.create_connection((host, int(port)), timeout=place.meet_s)
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end.sendall(token.encode())
         return end

@@ -32,7 +32,6 @@ BUFFER_BYTES = 1 << 19  # 128 rows of 1,024 elements in float32
 LOOKS = 2_000  # at a flag before the core is given away, about 60 us
 YIELD_S = 0.002  # for which a core is given away and taken back, before a rank sleeps between looks
 SLEEP_S = 0.0002
-MEET_S = 60.0  # for the others to meet this rank at first
 DEATH_CHECK_S = 0.05
 
 
@@ -46,7 +45,7 @@ class SharedCollectives:
     def __init__(self, place: Coordinates, patience: Patience) -> None:
         """Meets the other ranks. Raises ConfigError if there is no memory to share."""
         self.rank, self.num_ranks = place.rank, place.num_ranks
-        self._patience = Patience(MEET_S)
+        self._patience = Patience(place.meet_s)
         self._words = np.zeros(rank_sum.FILES + self.num_ranks, np.int64)
         self._locks = RankLocks(place)
         memory = _shared_memory(Path(f"{place.store}.memory"), self._num_bytes)
