@@ -11,8 +11,9 @@ import torch
 from aserve.bench.limits import MachineLimits, measure_limits, read_limits
 from aserve.config import Resolved
 from aserve.gpu.device.registry import open_device
-from aserve.gpu.models.load import make_loader
+from aserve.gpu.models.load import NativeLoader, make_loader
 from aserve.gpu.weights.format import WeightRequest
+from aserve.gpu.weights.source import LinearBits
 from aserve.host.hub import resolve_model_dir
 
 
@@ -21,19 +22,24 @@ class Roofline:
     """Compares a measured step with the machine's bandwidth and matrix rate."""
 
     parameters: Parameters
-    weight_bits: float
+    step_bytes: float  # of the weights that a step reads
     limits: MachineLimits
 
     def __str__(self) -> str:
         return (
-            f"limits: a step reads {self._step_gb:,.3f} GB of weights ({self.weight_bits} bits); "
+            f"limits: a step reads {self._step_gb:,.3f} GB of weights ({self._weight_bits:.3g} "
+            "bits each); "
             f"the machine {self.limits.read_gb_per_s:,.1f} GB/s, "
             f"{self.limits.matmul_gflops:,.0f} GFLOP/s"
         )
 
     @property
     def _step_gb(self) -> float:
-        return (self.parameters.body + self.parameters.head) * self.weight_bits / 8e9
+        return self.step_bytes / 1e9
+
+    @property
+    def _weight_bits(self) -> float:
+        return 8 * self.step_bytes / (self.parameters.body + self.parameters.head)
 
     def read_share(self, step_s: float) -> float:
         """Returns the share of the memory bandwidth that a decode step uses. It reads every weight
@@ -62,8 +68,14 @@ def make_roofline(resolved: Resolved, *, limits_file: str | None) -> Roofline:
         resolved.model.quantization,
         loader.stored_quantization,
     )
-    weight_bits = open_device("cpu").weight_format(request).weight_bits
-    return Roofline(count_parameters(model_dir), weight_bits, limits)
+    form = open_device("cpu").weight_format(request)
+    parameters = count_parameters(model_dir)
+    if isinstance(loader, NativeLoader):
+        bits = LinearBits(form.stored_bits, form.factor_bits, form.e2m1_bits)
+        size_bytes: float = loader.step_bytes(form.dtype, bits, is_dummy=is_dummy)
+    else:
+        size_bytes = (parameters.body + parameters.head) * form.weight_bits / 8
+    return Roofline(parameters, size_bytes, limits)
 
 
 class Parameters(msgspec.Struct, frozen=True):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from aserve.bench.batch_times import BatchTimes, Scenario
 from aserve.bench.cpu_time import tree_cpu_s
@@ -27,8 +28,12 @@ from aserve.bench.serving_figures import read_goodput, serving_figures
 from aserve.bench.step_driver import StepTime
 from aserve.bench.streamed import Answer
 from aserve.errors import BugError, ConfigError
+from aserve.gpu.models.load import NativeLoader, make_loader
+from aserve.gpu.weights.source import LinearBits
 from aserve.messages.step import StepStats
 from aserve.tiny import MODEL_DIR
+from tests.gpu.weights.checkpoints import write_checkpoint
+from tests.gpu.weights.published import FORMATS, SIZES, quantized
 
 RATES = {"read_weights_2thr_GBps": {"median": 30.0}, "read_1thr_GBps": 16, "matmul_GFLOPs": 300.0}
 
@@ -56,11 +61,40 @@ def test_limits_of_the_machine_are_read_or_refused(tmp_path: Path) -> None:
 
 def test_a_steps_time_is_compared_with_the_bytes_of_its_weights() -> None:
     rates = MachineLimits(read_gb_per_s=10.0, matmul_gflops=100.0)
-    roofline = Roofline(Parameters(body=900_000_000, head=100_000_000), 16, rates)
+    roofline = Roofline(Parameters(body=900_000_000, head=100_000_000), 2e9, rates)
     assert roofline.read_share(0.4) == pytest.approx(0.5)  # 2 GB at 10 GB/s are 0.2 s
     operations = 2 * (900e6 * 100 + 100e6 * 2)
     share = roofline.matmul_share(100, 10.0, num_rows=2)
     assert share == pytest.approx(operations / 10 / 100e9)
+
+
+def test_a_step_reads_quantized_layers_as_the_device_keeps_them(tmp_path: Path) -> None:
+    """Weights of fp8, AWQ and GGUF checkpoints counted with the bits of the model's dtype."""
+    form, (stored, _) = FORMATS["fp8 in blocks"], quantized(FORMATS["fp8 in blocks"])
+    write_checkpoint(tmp_path, stored, quantization_config=form.config, **SIZES)
+    loader, _ = make_loader(tmp_path)
+    assert isinstance(loader, NativeLoader)
+    read = {
+        name: weight
+        for name, weight in stored.items()
+        if name != "model.embed_tokens.weight" and "scale" not in name
+    }
+    kept, dtype = LinearBits(factors=64), torch.float32
+    size_bytes = loader.step_bytes(dtype, kept, is_dummy=False)
+    assert size_bytes == sum(weight.nbytes for weight in read.values())
+    widened_bytes = 4 * sum(weight.numel() for weight in read.values())
+    assert loader.step_bytes(dtype, LinearBits(), is_dummy=False) == widened_bytes
+    assert loader.step_bytes(dtype, kept, is_dummy=True) == widened_bytes
+
+
+def test_a_step_reads_the_table_of_a_tied_head_or_the_heads_own_copy() -> None:
+    loader, _ = make_loader(MODEL_DIR)
+    assert isinstance(loader, NativeLoader)
+    num_weights, head = loader.num_weights, 2048 * 128
+    norms = num_weights - head - 6 * (128 * (256 + 128 + 128 + 256) + 3 * 128 * 384)
+    assert loader.step_bytes(torch.bfloat16, LinearBits(), is_dummy=True) == 2 * num_weights
+    in_8_bits = loader.step_bytes(torch.bfloat16, LinearBits(every=8), is_dummy=True)
+    assert in_8_bits == num_weights + norms
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ need are reported before any weight is read.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from aserve.gpu.models.registry import (
     pooled_family,
 )
 from aserve.gpu.models.sharding import check_sharding, rank_config, shard_of
-from aserve.gpu.models.stages import for_stage
+from aserve.gpu.models.stages import EMBEDDINGS, for_stage
 from aserve.gpu.models.transformers.loader import make_transformers_loader
 from aserve.gpu.models.vision_language import VisionLanguageFamily
 from aserve.gpu.weights.checkpoint import Checkpoint, Rename, as_stored
@@ -44,7 +45,7 @@ from aserve.gpu.weights.quantized import stored_name
 from aserve.gpu.weights.read_ahead import ReadAhead
 from aserve.gpu.weights.reader import WeightReader
 from aserve.gpu.weights.renamed import older_name
-from aserve.gpu.weights.source import HOST, LoadProgress, Target
+from aserve.gpu.weights.source import HOST, LinearBits, LoadProgress, Target
 from aserve.messages.base import GIB
 
 PREDICTORS = ("model.mtp_layers.", "model.mtp.", "mtp.")
@@ -70,6 +71,21 @@ class NativeLoader:
     @property
     def num_weights(self) -> int:
         return self._inventory(torch.float32, self.config).num_weights
+
+    def step_bytes(self, dtype: torch.dtype, bits: LinearBits, *, is_dummy: bool) -> int:
+        """Returns the size of the weights that a decode step reads on a device: of all but the
+        table of input embeddings, unless the head reads it, too.
+        """
+        inventory = self._inventory(dtype, self.config)
+        if is_dummy:
+            held_bytes = inventory.held_bytes(bits)
+        else:
+            stored = quantization_of(self.config.fields)
+            with Checkpoint(self.model_dir, rename=self.own_name, quantization=stored) as found:
+                held_bytes = inventory.held_bytes(bits, found.stored_bits)
+        reads_table = inventory.copies and bits.every is None
+        table = () if reads_table else inventory.shapes.get(EMBEDDINGS, ())
+        return held_bytes - (math.prod(table) * dtype.itemsize if table else 0)
 
     def load(self, plan: LoadPlan) -> CausalModel:
         self._check_ranks(plan.target)
