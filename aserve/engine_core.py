@@ -108,7 +108,7 @@ class LocalEngineCore:
         self._recorder = Recorder(Path(debug.record), spec=self.spec) if debug.record else None
         events: Channel[SchedulerEvent] = Channel()
         pump = Pump(results=events)
-        transfers = open_transfers(
+        transfers = self._transfers = open_transfers(
             executor, resolved, events=events, text=ports.text, report=ports.report
         )
         tiers = open_tiers(executor, resolved, transfers, events=events, report=ports.report)
@@ -142,7 +142,7 @@ class LocalEngineCore:
             self._events.send(event)
 
     async def run_job(self, job: EngineJob) -> ErrorInfo | None:
-        return await self._executor.run_job(job)
+        return await self._transfers.run_job(job, self._executor.run_job(job))
 
     async def close(self) -> None:
         await in_thread(self.grammars.close, name="close")

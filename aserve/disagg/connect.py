@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import socket
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -19,9 +20,11 @@ from aserve.config import DisaggregationOptions, Resolved
 from aserve.disagg.decode import Awaiting, KvReceiver
 from aserve.disagg.prefill import KvSender, Peers, WithoutTransfers, listen
 from aserve.disagg.transports import BlockReaders, BlockSenders
-from aserve.errors import UNDECODABLE, ConfigError
+from aserve.errors import UNDECODABLE, ConfigError, ErrorInfo
 from aserve.host.hub import resolve_model_dir
+from aserve.host.threads import in_thread
 from aserve.json_file import read_json_object
+from aserve.messages.changes import EngineJob, LoadWeights
 from aserve.messages.executor import EngineSpec, SchedulerEvent
 from aserve.messages.output import DetokenizerEvent
 from aserve.messages.transfers import LayeredKvAccess
@@ -55,6 +58,51 @@ class Transfers:
     text: Sink[DetokenizerEvent]
     kv: Sink[PeerEvent] | None = None
     actors: tuple[Supervised, ...] = ()
+    weights: TransferredWeights | None = None
+
+    async def run_job(self, job: EngineJob, work: Awaitable[ErrorInfo | None]) -> ErrorInfo | None:
+        if self.weights is None or not isinstance(job, LoadWeights):
+            return await work
+        return await self.weights.replaced(job, work)
+
+
+class HasModel(Protocol):
+    def name_model(self, model: str, *, namespace: str) -> None: ...
+
+
+class TransferredWeights:
+    """Lets KV be transferred only between engines with the same weights while these are replaced,
+    first here or first there. Elsewhere prompts are computed where they are needed.
+    """
+
+    def __init__(
+        self, actor: HasModel, model: str, *, resolved: Resolved, spec: EngineSpec
+    ) -> None:
+        self._actor = actor
+        self._model, self._namespace = model, ""
+        self._resolved, self._spec = resolved, spec
+
+    async def replaced(
+        self, load: LoadWeights, work: Awaitable[ErrorInfo | None]
+    ) -> ErrorInfo | None:
+        """Runs an update. Meanwhile this engine has no weights of any name."""
+        self._actor.name_model(f"update {uuid.uuid4().hex}", namespace=self._namespace)
+        error = await work
+        if error is None:
+            self._model = await in_thread(lambda: self._name_of(load), name="weights")
+            self._namespace = f"/{load.update_id}"
+        self._actor.name_model(self._model, namespace=self._namespace)
+        return error
+
+    def _name_of(self, load: LoadWeights) -> str:
+        """Files that have gone meanwhile match no other engine's."""
+        try:
+            folder = Path(load.path) if load.path else None
+            name = name_of_model(self._resolved, self._spec, folder=folder)
+            return " + ".join([name, *(_digest_of(Path(file)) for file in load.tensors)])
+        except OSError as error:
+            logger.warning("no KV is transferred: the new weights cannot be read: %s", error)
+            return f"unknown {uuid.uuid4().hex}"
 
 
 def open_transfers(
@@ -96,17 +144,21 @@ def open_transfers(
             report=report,
             block_readers=block_readers,
         )
-        return Transfers(Awaiting(events), text, receiver, (receiver,))
+        weights = TransferredWeights(receiver, model, resolved=resolved, spec=spec)
+        return Transfers(Awaiting(events), text, receiver, (receiver,), weights)
     block_senders = BlockSenders(options.disaggregation_transfer_backend)
     sock = _listen(options)
     sender = KvSender(access, events, Peers(key, model), sock, report, block_senders=block_senders)
-    return Transfers(events, WithoutTransfers(text, sender), sender, (sender,))
+    weights = TransferredWeights(sender, model, resolved=resolved, spec=spec)
+    return Transfers(events, WithoutTransfers(text, sender), sender, (sender,), weights)
 
 
-def name_of_model(resolved: Resolved, spec: EngineSpec) -> str:
-    """Returns a name that engines share only if their weights give the same KV."""
-    is_dummy = resolved.model.load_format == "dummy"
-    folder = resolve_model_dir(resolved.model_source, has_weights=not is_dummy)
+def name_of_model(resolved: Resolved, spec: EngineSpec, *, folder: Path | None = None) -> str:
+    """Returns a name that engines share only if their weights give the same KV. They are those of
+    the options, or of another `folder`.
+    """
+    is_dummy = resolved.model.load_format == "dummy" and folder is None
+    folder = folder or resolve_model_dir(resolved.model_source, has_weights=not is_dummy)
     digest = fingerprint(folder, max_model_len=spec.max_model_len, is_dummy=is_dummy)
     return f"{digest} {resolved.model.quantization or ''}".strip()
 
@@ -125,6 +177,10 @@ def fingerprint(folder: Path, *, max_model_len: int, is_dummy: bool = False) -> 
         for sample in _samples(path):
             digest.update(sample)
     return digest.hexdigest()[:32]
+
+
+def _digest_of(path: Path) -> str:
+    return hashlib.sha256(b"".join(_samples(path))).hexdigest()[:32]
 
 
 def _has_stretched_rope(value: object) -> bool:

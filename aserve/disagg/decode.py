@@ -159,6 +159,10 @@ class KvReceiver(Actor[None]):
             if ended is not None:
                 ended.cancel()
 
+    def name_model(self, model: str, *, namespace: str) -> None:
+        """Asks for KV of these weights from now on. The scheduler names the namespace."""
+        self._model = model
+
     def end_request(self, request_id: str, error: ErrorInfo) -> None:
         """Ends the transfer of a sequence, which is computed here. The thread has ended."""
         if request_id in self._transfers:

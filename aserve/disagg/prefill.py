@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import hmac
 import logging
@@ -51,6 +52,7 @@ from aserve.observability.reports import KvTransferred
 MAX_TRANSFERS = 256  # connections at a time
 ACCEPT_RETRY_S = 1.0  # as asyncio's servers do
 PART_BYTES = 4 << 20  # one is copied while the one before it is sent
+REPLACED = "the weights are replaced here"
 CLIENT = "disaggregation"  # has one share of the engine beside its own clients
 
 logger = logging.getLogger(__name__)
@@ -123,6 +125,7 @@ class KvSender(Actor[None]):
         self._peers = peers
         self._report = report
         self._sock = sock
+        self._namespace = ""  # behind that of a peer, once the weights have been replaced
         self._transfers: dict[str, _Transfer] = {}
         self._connections: set[Connection] = set()
 
@@ -155,6 +158,15 @@ class KvSender(Actor[None]):
         await super().stop()
         self._sock.close()
         self._block_senders.close()
+
+    def name_model(self, model: str, *, namespace: str) -> None:
+        """Serves peers with these weights from now on, and ends the transfers of the others. What
+        comes after has no KV of other weights, since its namespace in the prefix cache is another.
+        """
+        self._peers = dataclasses.replace(self._peers, model=model)
+        self._namespace = namespace
+        for transfer in self._transfers.values():
+            transfer.parts.put(REPLACED)
 
     def owns(self, request_id: str) -> bool:
         """Returns whether a request is that of a transfer, up to its Retired or Refused."""
@@ -242,13 +254,16 @@ class KvSender(Actor[None]):
             _send_parts(connection, transfer, block_sender)
 
     def _admit(self, transfer: _Transfer, fetch: Fetch) -> None:
+        if fetch.model != self._peers.model:  # it has changed a moment ago
+            transfer.parts.put(REPLACED)
+            return
         self._transfers[transfer.request_id] = transfer
         self._events.send(
             AdmitRequest(
                 transfer.request_id,
                 fetch.token_ids,
                 SamplingParams(seed=0, max_tokens=0),
-                namespace=fetch.namespace,
+                namespace=f"{fetch.namespace}{self._namespace}",
                 client=CLIENT,
                 sends_kv=True,
             )

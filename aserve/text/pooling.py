@@ -20,7 +20,7 @@ from aserve.errors import ConfigError, InvalidRequest
 from aserve.json_file import texts_in
 from aserve.messages.base import ArrayF32
 from aserve.text.model_files import read_json
-from aserve.text.tokenizer import encodings
+from aserve.text.text_size import encodings
 
 MAX_SHOWN = 100  # characters of input in a message
 PROMPTS = "config_sentence_transformers.json"

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Encoding, Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
 
-from aserve.errors import ContextTooLong
+from aserve.errors import ContextTooLong, InvalidRequest
 
 # The largest factor by which a normalizer shrinks a text in bytes. NFC composes up to three
 # characters of three bytes to one of three bytes. NFKC turns a character of four bytes into one of
@@ -92,3 +92,19 @@ def _steps(part: Any) -> list[dict[str, Any]]:
     if state["type"] != "Sequence":
         return [state]
     return state.get("pretokenizers") or state.get("normalizers") or []
+
+
+def encodings(backend: Tokenizer, texts: list[str], *, with_special: bool) -> list[Encoding]:
+    """WHY: tokenizers raises a bare Exception for what the vocabulary cannot spell, if it has no
+    unknown token. PERF: the batch call releases the GIL, the plain one holds it (3.6 MB took 0.6
+    and 1.7 s).
+    """
+    try:
+        return backend.encode_batch_fast(texts, add_special_tokens=with_special)
+    except Exception as error:
+        raise InvalidRequest(
+            "the model's vocabulary has no token for a part of the text, and the tokenizer has no "
+            f"token for unknown text ({error}); leave that part out, or send token ids",
+            param="prompt",
+            code="no_token_for_text",
+        ) from error

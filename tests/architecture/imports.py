@@ -130,7 +130,7 @@ REACH = {
             *(*FIRST, "aserve.cache.page_keys", "aserve.parsers.registry"),
             "aserve.pictures",
         ),
-        packages=(*PLAIN, "tokenizers", "transformers", "jinja2"),
+        packages=(*PLAIN, "huggingface_hub", "tokenizers", "transformers", "jinja2"),
     ),
     "aserve.parsers": Reach(
         aserve=(*FIRST, "aserve.grammar.schema"), packages=PLAIN, not_stdlib=IMPURE

@@ -26,14 +26,21 @@ from aserve.channel import Channel
 from aserve.config import Facts, Raw, resolve
 from aserve.disagg import wire
 from aserve.disagg.arena import NUM_SLOTS
-from aserve.disagg.connect import fingerprint, name_of_model, open_transfers
+from aserve.disagg.connect import (
+    TransferredWeights,
+    Transfers,
+    fingerprint,
+    name_of_model,
+    open_transfers,
+)
 from aserve.disagg.decode import Awaiting, KvReceiver
 from aserve.disagg.prefill import KvSender, Peers, WithoutTransfers, listen
 from aserve.disagg.transports import BlockReaders, BlockSender, BlockSenders
 from aserve.disagg.wire import Block, Connection, Failed, Fetch
-from aserve.errors import ConfigError, StepError
+from aserve.errors import ConfigError, ErrorInfo, InvalidRequest, StepError
 from aserve.frames import framed
 from aserve.messages.base import array_i32, pack_i32
+from aserve.messages.changes import LoadWeights
 from aserve.messages.executor import DecodeCaps, EngineSpec, SchedulerEvent
 from aserve.messages.output import DetokenizerEvent, Refused, Retired
 from aserve.messages.requests import AdmitRequest, Cancel, SamplingParams
@@ -727,3 +734,77 @@ def test_a_device_without_transfers_is_refused() -> None:
     resolved = resolve(Raw(command_line=OPTIONS), Facts(default_model=str(MODEL_DIR)))
     with pytest.raises(ConfigError, match="cannot transfer KV"):
         open_transfers(FakeExecutor(), resolved, events=Events(), text=Texts(), report=print)
+
+
+async def test_weights_that_are_replaced_on_one_side_first_give_no_kv(prefill: Prefill) -> None:
+    """A request may not have KV of two checkpoints."""
+    decode = Decode(prefill.address)
+    async with running(decode):
+        decode.ask()
+        request = await prefill.admitted()
+        prefill.compute(request, 4)
+        prefill.actor.name_model("b", namespace="/1")
+        assert "the weights are replaced here" in await decode.failure()
+        assert await prefill.events.next() == Cancel(request.request_id, None, 0, "cancelled")
+        prefill.actor.send(Retired(request.request_id, 0, "cancelled", 0))
+        decode.ask()
+        assert "differ in their model: b here, a model there" in await decode.failure()
+        decode.actor.name_model("b", namespace="/7")
+        decode.ask()
+        request = await prefill.admitted()
+        assert request.namespace == "salt/1", "KV of the old weights may be cached for `salt`"
+        prefill.compute(request, 10)
+        assert await decode.events.next() == KvReady("r", 0)
+
+
+async def test_a_transfer_that_was_agreed_upon_before_an_update_does_not_begin_behind_it(
+    prefill: Prefill,
+) -> None:
+    decode = Decode(prefill.address)
+    admit = prefill.actor._admit
+
+    def admit_late(transfer: Any, fetch: Any) -> None:
+        prefill.actor.name_model("b", namespace="/1")
+        admit(transfer, fetch)
+
+    prefill.actor._admit = admit_late  # type: ignore[method-assign]
+    async with running(decode):
+        decode.ask()
+        assert "the weights are replaced here" in await decode.failure()
+
+
+class Named:
+    def __init__(self) -> None:
+        self.names: list[tuple[str, str]] = []
+
+    def name_model(self, model: str, *, namespace: str) -> None:
+        self.names.append((model, namespace))
+
+
+async def test_the_name_of_the_weights_follows_an_update_and_matches_nobody_meanwhile(
+    tmp_path: Path,
+) -> None:
+    resolved = resolve(Raw(), Facts(default_model=str(MODEL_DIR)))
+    spec, actor = SPEC, Named()
+    model = name_of_model(resolved, spec)
+    weights = TransferredWeights(actor, model, resolved=resolved, spec=spec)
+    refusal = InvalidRequest("no").info()
+
+    async def updated(load: LoadWeights, error: ErrorInfo | None = None) -> tuple[str, str]:
+        async def work() -> ErrorInfo | None:
+            assert actor.names[-1][0].startswith("update ")
+            return error
+
+        transfers = Transfers(Events(), Texts(), weights=weights)
+        assert await transfers.run_job(load, work()) == error
+        return actor.names[-1]
+
+    save_file({"model.norm.weight": np.ones(2, np.float32)}, tmp_path / "x")
+    assert await updated(LoadWeights(1, str(tmp_path / "nowhere")), refusal) == (model, "")
+    assert await updated(LoadWeights(2, str(MODEL_DIR))) == (model, "/2")
+    name, namespace = await updated(LoadWeights(3, "", (str(tmp_path / "x"),)))
+    assert name.startswith(f"{model} + ")
+    assert namespace == "/3"
+    name, _ = await updated(LoadWeights(4, str(tmp_path / "nowhere")))
+    assert name.startswith("unknown ")
+    assert len({name for name, _ in actor.names}) == len(actor.names) - 1
