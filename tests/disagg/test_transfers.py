@@ -758,7 +758,7 @@ async def test_weights_that_are_replaced_on_one_side_first_give_no_kv(prefill: P
 
 
 async def test_a_transfer_that_was_agreed_upon_before_an_update_does_not_begin_behind_it(
-    prefill: Prefill,
+    prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode = Decode(prefill.address)
     admit = prefill.actor._admit
@@ -767,7 +767,7 @@ async def test_a_transfer_that_was_agreed_upon_before_an_update_does_not_begin_b
         prefill.actor.name_model("b", namespace="/1")
         admit(transfer, fetch)
 
-    prefill.actor._admit = admit_late  # type: ignore[method-assign]
+    monkeypatch.setattr(prefill.actor, "_admit", admit_late)
     async with running(decode):
         decode.ask()
         assert "the weights are replaced here" in await decode.failure()
