@@ -252,7 +252,7 @@ def _target(device: Device, options: BuildOptions, form: WeightFormat, ops: Devi
             form.prepare_grouped,
             form.prepare_moved,
             ops.elementwise,
-            LinearBits(form.stored_bits, form.factor_bits, form.e2m1_bits),
+            LinearBits(form.stored_bits, form.factor_bits),
         ),
         options.ranks,
     )

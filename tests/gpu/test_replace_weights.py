@@ -38,6 +38,7 @@ from aserve.gpu.weights.quantized import rounded
 from aserve.gpu.weights.source import CPU
 from aserve.messages.changes import CheckWeights
 from aserve_kernels.cpu.gemm import compile_packed_linear
+from aserve_kernels.cpu.quant_codes import KINDS
 from aserve_kernels.cpu.quant_linear import compile_quant_linear
 from aserve_kernels.cpu.rms_norm import compile_rms_norm
 from aserve_kernels.reference import rms_norm_ref
@@ -65,8 +66,8 @@ def _compiled() -> None:
     """A kernel that another test has compiled for other types compiles no more by itself."""
     compile_packed_linear(torch.float32)
     compile_rms_norm(torch.float32)
-    for bits in (8, 4):
-        compile_quant_linear(torch.float32, bits=bits)
+    for kind in KINDS:
+        compile_quant_linear(torch.float32, kind=kind)
 
 
 @pytest.mark.parametrize("make", LINEARS)

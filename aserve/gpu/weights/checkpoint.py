@@ -177,7 +177,7 @@ class Checkpoint:
         if name in self._scales:
             return StoredBits(8)
         if name in self._mxfp4:
-            return StoredBits(int4.BITS, mxfp4.GROUP, is_e2m1=True)
+            return StoredBits(int4.BITS, mxfp4.GROUP)
         blocks = self._blocks(name)
         return None if blocks is None else blocks.bits
 

@@ -59,7 +59,6 @@ class WeightFormat:
     # Of the scale and the offset of a group of weights, where layers that the checkpoint has
     # quantized stay so; None: none stays.
     factor_bits: int | None = None
-    e2m1_bits: int = 4  # of an element of MXFP4 that stays one
     kv_dtype: torch.dtype | None = None  # that is best for keys and values; None: `dtype`
     max_threads: int | None = None  # more threads than this make a step no faster; None: unknown
     max_mixed_prefill_tokens: int | None = None  # prefill cap of a mixed step; None: no cap

@@ -104,7 +104,7 @@ class GgufSlice:
         if self._kind in NUMBERS:
             return None
         if self._kind == GGMLQuantizationType.MXFP4:
-            return StoredBits(BITS, GROUP, is_e2m1=True)
+            return StoredBits(BITS, GROUP)
         return StoredBits(BITS, GROUP) if self._kind in FOUR_BITS else StoredBits(8)
 
     def __getitem__(self, part: tuple[int | slice, ...]) -> Tensor:

@@ -6,8 +6,7 @@ The matrices W [out, in] of all experts are one tensor, in groups of 32 inputs w
     NAME_scales  uint8 [experts, out, in / 32]
     W[o, i] = VALUES[element i % 32 of group i // 32] * 2^(scale - 127)
 
-An element (E2M1) has a sign, two bits of exponent and one of mantissa. Twice its value is an
-integer, so a device without products of such elements has codes of 8 bits for them.
+An element (E2M1) has a sign, two bits of exponent and one of mantissa.
 
 Source: https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf;
 integrations/mxfp4.py in transformers
@@ -20,8 +19,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from aserve.gpu.weights.int4 import CodedWeight
 
 MXFP4 = "mxfp4"  # the name of this format for devices
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -58,13 +55,9 @@ class Mxfp4Weight:
 
     def widened(self) -> Tensor:
         """Returns the weight, float32 [out, in]. bfloat16 holds each value exactly."""
-        return self.as_integers().widened()
-
-    def as_integers(self) -> CodedWeight:
-        """Returns the same weight with codes of 8 bits: twice the elements."""
-        doubled = torch.tensor(VALUES, device=self.blocks.device).mul_(2).to(torch.int8)
-        scales = self.scales
-        return CodedWeight(doubled[self.elements.int()], scales / 2, scales[:, :0], 8)
+        values = torch.tensor(VALUES, device=self.blocks.device)[self.elements.int()]
+        groups = values.view(*self.exponents.shape, GROUP) * self.scales[:, :, None]
+        return groups.flatten(1)
 
     def part(self, part: tuple[slice, ...]) -> Mxfp4Weight | None:
         """Returns these elements of the weight, or None where they cut a group."""

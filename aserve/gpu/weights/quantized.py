@@ -33,7 +33,6 @@ class StoredBits(NamedTuple):
 
     bits: int  # of a code
     group: int | None = None  # codes with one scale and one offset; None: a row or a block, or more
-    is_e2m1: bool = False  # codes are those of MXFP4
 
 
 class QuantizedLinear(Linear):

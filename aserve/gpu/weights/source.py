@@ -288,14 +288,12 @@ class LinearBits:
     every: float | None = None  # of all layers
     # Of the scale and the offset of a group, where layers stay quantized as they are stored.
     factors: int | None = None
-    e2m1: int = 4  # of an element of MXFP4
 
     def of(self, stored: StoredBits | None) -> float | None:
         """`stored`: the bits of the checkpoint's codes, None for numbers."""
         if stored is None or self.factors is None:
             return self.every
-        bits = self.e2m1 if stored.is_e2m1 else stored.bits
-        return bits + (0 if stored.group is None else self.factors / stored.group)
+        return stored.bits + (0 if stored.group is None else self.factors / stored.group)
 
 
 @dataclass(frozen=True, slots=True)

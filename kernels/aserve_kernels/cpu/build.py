@@ -45,6 +45,7 @@ from aserve_kernels.cpu.latent_attention import compile_latent_attention
 from aserve_kernels.cpu.lora import compile_lora
 from aserve_kernels.cpu.mamba_layer import compile_mamba_layer
 from aserve_kernels.cpu.paged_attention import compile_paged_attention
+from aserve_kernels.cpu.quant_codes import E2M1, INT4, INT8
 from aserve_kernels.cpu.quant_linear import compile_quant_linear
 from aserve_kernels.cpu.rms_norm import compile_rms_norm
 from aserve_kernels.cpu.rope_and_store_kv import compile_rope_and_store_kv
@@ -79,8 +80,9 @@ COMPILERS: Mapping[str, Callable[[torch.dtype, int], None]] = {
     "packed_bf16_linear": partial(compile_packed_linear, stored=torch.bfloat16),
     "rope_and_store_kv": lambda dtype, _: compile_rope_and_store_kv(dtype),
     "lora": compile_lora,
-    "int8_linear": partial(compile_quant_linear, bits=8),
-    "int4_linear": partial(compile_quant_linear, bits=4),
+    "int8_linear": partial(compile_quant_linear, kind=INT8),
+    "int4_linear": partial(compile_quant_linear, kind=INT4),
+    "e2m1_linear": partial(compile_quant_linear, kind=E2M1),
     "gated_mul": lambda dtype, _: compile_gated_mul(dtype),
     "rms_norm": lambda dtype, _: compile_rms_norm(dtype),
     "draw": lambda _, __: compile_draw(),

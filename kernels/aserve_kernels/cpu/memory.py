@@ -29,6 +29,7 @@ LINE_BYTES = 64  # of a cache
 FLOAT32_LIKE, FLOAT64_LIKE = np.empty(0, np.float32), np.empty(0, np.float64)
 INT8_LIKE, INT32_LIKE = np.empty(0, np.int8), np.empty(0, np.int32)
 INT64_LIKE, UINT16_LIKE = np.empty(0, np.int64), np.empty(0, np.uint16)
+UINT8_LIKE, UINT32_LIKE = np.empty(0, np.uint8), np.empty(0, np.uint32)
 
 
 def array_at(address: int, shape: tuple[int, ...], like: Like) -> Like:

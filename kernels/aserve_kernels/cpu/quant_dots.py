@@ -8,7 +8,7 @@ vpdpbusd of AVX-512 VNNI, or vpmaddubsw), or int16 (vpmaddwd). Sums of integers 
 and groups have the same order in every tile, so a row's result is the same in every batch.
 
 Instructions multiply bytes without a sign by bytes with one, and half a byte of a code has no sign.
-So codes have ZEROS added, and a sum begins with what that adds, subtracted.
+So codes have their kind's `zero` added, and a sum begins with what that adds, subtracted.
 
 The plain functions run with NUMBA_DISABLE_JIT=1; compiled code takes the overloads.
 """
@@ -25,22 +25,24 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
+from numba.np.numpy_support import as_dtype
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, narrow
 from aserve_kernels.cpu.gemm import BLOCK_BYTES
 from aserve_kernels.cpu.memory import FLOAT32_LIKE, INT32_LIKE, scratch
 from aserve_kernels.cpu.precompile import NO_REFCOUNT
 from aserve_kernels.cpu.quant_codes import (
-    BYTE_DOTS,
     BYTES_PER_WORD,
     CODES_PER_WORD,
-    ZEROS,
+    CodeKind,
     Codes,
-    Halves,
+    Factors,
     QuantWeight,
+    factor_values,
+    kind_of,
     unpack_codes,
 )
-from aserve_kernels.cpu.quant_rows import INTEGERS_LIKE, SPANS, Integers, RoundedRows, round_row
+from aserve_kernels.cpu.quant_rows import INTEGERS_LIKE, Integers, RoundedRows, round_row
 from aserve_kernels.cpu.simd import (
     FLOAT16X16,
     FLOAT32X16,
@@ -49,6 +51,7 @@ from aserve_kernels.cpu.simd import (
     HAS_VNNI,
     IN_L2,
     INDEX,
+    INT8X16,
     INT8X32,
     INT8X64,
     INT16X32,
@@ -73,16 +76,15 @@ TILE_ROWS = 8 if HAS_VNNI else 4  # that pass over the codes together
 # and 31 in 8, and 36 to 42 and 36 to 65 without. 1 row, time over that without: 0.80 in 4 bits and
 # 0.91 in 8 (a Xeon with VNNI). 64 to 1,024 vectors take the same time there.
 AHEAD = 512
-(SPAN_OF_8_BITS, ZERO_OF_8_BITS), (SPAN_OF_4_BITS, ZERO_OF_4_BITS) = (
-    (SPANS[bits], np.float32(ZEROS[bits])) for bits in (8, 4)
-)
-INTEGERS_PER_WORD = {bits: 4 // like.itemsize for bits, like in INTEGERS_LIKE.items()}
+INTEGERS_PER_WORD = {kind: 4 // like.itemsize for kind, like in INTEGERS_LIKE.items()}
+INT16_MAX, INT8_MAX = np.iinfo(np.int16).max, np.iinfo(np.int8).max
+EXPONENT_BIT = 23  # of a float32, where its exponent begins
 DPBUSD = "llvm.x86.avx512.vpdpbusd.512"
 # For registers of AVX2, and of AVX-512.
 PMADDUBSW = ("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx512.pmaddubs.w.512")
 PMADDWD = ("llvm.x86.avx2.pmadd.wd", "llvm.x86.avx512.pmaddw.d.512")
-# Steps whose sums of two products, by vpmaddubsw, fit in 16 bits: eight of at most 2 * 15 * 127.
-STEPS_OF_INT16 = 4
+# For registers of AVX2, and of AVX-512: bytes of a table by their numbers.
+PSHUFB = ("llvm.x86.avx2.pshuf.b", "llvm.x86.avx512.pshuf.b.512")
 
 
 @njit(nogil=True)
@@ -95,10 +97,8 @@ def multiply_by_dots(
     num_whole = last // OUTPUTS * OUTPUTS
     num_rows, num_in = x.shape
     num_groups = num_in // weight.group
-    span, zero = SPAN_OF_4_BITS, ZERO_OF_4_BITS
-    if weight.codes.itemsize == 1:
-        span, zero = SPAN_OF_8_BITS, ZERO_OF_8_BITS
-    span = min(span, weight.group)
+    longest, zero = span_and_zero(weight.codes)
+    span = min(longest, weight.group)
     num_spans = num_groups * -(-weight.group // span)
     like = integers_like(weight.codes)
     # PERF: the rows that pass over the weights together stay in the L2 cache.
@@ -159,12 +159,18 @@ def _multiply_block(
 
 def integers_like(codes: Codes) -> Integers:
     """Returns the array that stands for the integers which are multiplied by `codes`."""
-    return INTEGERS_LIKE[8 if codes.itemsize == 1 else 4]
+    return INTEGERS_LIKE[kind_of(codes.dtype)]
+
+
+def span_and_zero(codes: Codes) -> tuple[int, np.float32]:
+    """Returns the longest span of inputs, and what is added to `codes`."""
+    kind = kind_of(codes.dtype)
+    return kind.span, np.float32(kind.zero)
 
 
 def multiply_integers(
     rows: RoundedRows,
-    weights: tuple[Codes, Halves, Float32s],
+    weights: tuple[Codes, Factors, Float32s],
     out: Floats,
     stride: int,
     size: int,
@@ -180,8 +186,7 @@ def multiply_integers(
     codes, factors, bias = weights
     inputs = np.arange(integers.shape[1])
     spans = inputs // group * -(-group // span) + inputs % group // span
-    halves = factors.view(np.float16).astype(np.float32)
-    by_group = halves.reshape(sums.shape[1], -1, OUTPUTS)
+    by_group = factor_values(factors).reshape(sums.shape[1], -1, OUTPUTS)
     scaled = by_group[inputs // group, 0] * unpack_codes(codes, len(inputs)).T
     for row in range(min(size, len(integers))):
         product = integers[row] * steps[row, spans] @ scaled + bias
@@ -219,17 +224,30 @@ class _Sizes:
 class _Dots(TileEmitter):
     """Emits the products of a tile."""
 
-    __slots__ = ("_bits", "_has_bytes", "_has_int16_sums", "_num_partial", "_per_step")
+    __slots__ = (
+        "_has_bytes",
+        "_has_exponents",
+        "_has_int16_sums",
+        "_int16_steps",
+        "_kind",
+        "_num_partial",
+        "_per_step",
+    )
 
-    def __init__(self, builder: Any, bits: int, num_rows: int) -> None:
+    def __init__(self, builder: Any, kind: CodeKind, num_rows: int, *, has_exponents: bool) -> None:
+        """`has_exponents`: factors are exponents of scales, and there are no offsets."""
         super().__init__(builder, is_paired=True)  # its scalars are words
-        self._bits, self._has_bytes = bits, BYTE_DOTS[bits]
+        self._kind, self._has_bytes = kind, kind.has_byte_dots
+        self._has_exponents = has_exponents
         self._has_int16_sums = self._has_bytes and not HAS_VNNI
-        self._per_step = BYTES_PER_WORD if bits == 8 else CODES_PER_WORD  # inputs
+        self._per_step = BYTES_PER_WORD if kind.bits == 8 else CODES_PER_WORD  # inputs
         # PERF: few rows have few sums, each of which waits for its last product. The two words of a
         # step with 4 bits have sums of their own: 1 row takes 0.95 of the time where codes are in
         # the L2 cache.
-        self._num_partial = 2 if bits == 4 and num_rows <= 2 else 1
+        self._num_partial = 2 if kind.bits == 4 and num_rows <= 2 else 1
+        # Steps whose sums of two products, by vpmaddubsw, fit in 16 bits. Each has two words.
+        fitting = INT16_MAX // (2 * kind.largest * INT8_MAX)
+        self._int16_steps = fitting * self._num_partial // 2
 
     def row(self, number: Any, arrays: list[Any], sizes: list[Any], bias: Any) -> _Row:
         """arrays: where `RoundedRows` and results begin; sizes: what each of them has per row."""
@@ -280,7 +298,7 @@ class _Dots(TileEmitter):
             builder.udiv(count, INDEX(self._per_step)) for count in (start, size)
         )
         own_codes = builder.gep(codes, [builder.mul(first_step, INDEX(VECTORS))])
-        first_word = builder.udiv(start, INDEX(INTEGERS_PER_WORD[self._bits]))
+        first_word = builder.udiv(start, INDEX(INTEGERS_PER_WORD[self._kind]))
         places = [builder.gep(row.integers, [first_word]) for row in rows]
         if self._has_int16_sums:
             self._add_by_int16(rows, places, own_codes, num_steps)
@@ -297,9 +315,9 @@ class _Dots(TileEmitter):
         self, rows: list[_Row], places: list[Any], codes: Any, num_steps: Any
     ) -> None:
         """Adds the products of a span's steps by way of sums of 16 bits."""
-        builder, most = self._builder, INDEX(STEPS_OF_INT16)
+        builder, most = self._builder, INDEX(self._int16_steps)
         ones = ir.Constant(INT16X32, [1] * (2 * LANES))
-        chunks = builder.udiv(builder.add(num_steps, INDEX(STEPS_OF_INT16 - 1)), most)
+        chunks = builder.udiv(builder.add(num_steps, INDEX(self._int16_steps - 1)), most)
         with cgutils.for_range(builder, chunks, intp=INDEX) as chunk:
             first = builder.mul(chunk.index, most)
             for variable in itertools.chain.from_iterable(
@@ -337,24 +355,33 @@ class _Dots(TileEmitter):
     def _operands(self, start: Any) -> Iterator[list[Any]]:
         """Yields, for each word of inputs of a step, the codes of all outputs: bytes or int16."""
         builder = self._builder
-        if self._bits == 8 and not self._has_bytes:
+        if self._kind.bits == 8 and not self._has_bytes:
             pairs = builder.bitcast(start, INT8X32.as_pointer())
             for first in (0, VECTORS):
                 loaded = [self._load(pairs, first + number) for number in range(VECTORS)]
                 yield [builder.sext(codes, INT16X32) for codes in loaded]
             return
         loaded = [self._load(start, number) for number in range(VECTORS)]
-        if self._bits == 8:
+        if self._kind.bits == 8:
             yield loaded
             return
         mask = 0x0F0F0F0F if self._has_bytes else 0x000F000F
         for shift in (0, 4) if self._has_bytes else (0, 4, 8, 12):
-            yield [self._shifted(words, shift, mask) for words in loaded]
+            bits = [self._shifted(words, shift, mask) for words in loaded]
+            yield [self._looked_up(each) for each in bits] if self._kind.table else bits
 
     def _end_group(self, row: _Row, factors: Any, sizes: _Sizes, group: Any) -> None:
         """Adds scale * sum of the group + offset * sum of its inputs to the totals."""
         builder = self._builder
         own = builder.gep(factors, [builder.mul(group, sizes.num_factors)])
+        if self._has_exponents:
+            for number, (variable, total) in enumerate(zip(row.of_group, row.totals, strict=True)):
+                exponents = builder.zext(self._load(own, number), INT32X16)
+                bits = builder.shl(exponents, ir.Constant(INT32X16, [EXPONENT_BIT] * LANES))
+                scale = builder.bitcast(bits, FLOAT32X16)
+                whole = self._fma(builder.load(variable), scale, builder.load(total))
+                builder.store(whole, total)
+            return
         of_inputs = builder.load(builder.gep(row.sums, [group]))
         has_offsets = builder.icmp_unsigned(">", sizes.num_factors, INDEX(VECTORS))
         # Without offsets the sum of inputs counts as zero, and the scales stand for them.
@@ -378,6 +405,30 @@ class _Dots(TileEmitter):
         builder = self._builder
         shifted = builder.lshr(words, ir.Constant(INT32X16, [shift] * LANES)) if shift else words
         return builder.and_(shifted, ir.Constant(INT32X16, [mask] * LANES))
+
+    def _looked_up(self, bits: Any) -> Any:
+        """Returns the codes of the table, with the zero added, by their bits: bytes or int16."""
+        builder = self._builder
+        table = [code + self._kind.zero for code in self._kind.table]
+        if self._has_bytes and HAS_AVX512BW:
+            bytes_ = ir.Constant(INT8X64, table * 4)
+            return self._call(PSHUFB[1], bytes_, builder.bitcast(bits, INT8X64), result=INT8X64)
+        if self._has_bytes:
+            numbers, bytes_ = builder.bitcast(bits, INT8X64), ir.Constant(INT8X32, table * 2)
+            halves = [
+                self._call(PSHUFB[0], bytes_, self._half(numbers, part), result=INT8X32)
+                for part in (0, 1)
+            ]
+            lanes = ir.Constant(ir.VectorType(WORD, INT8X64.count), list(range(INT8X64.count)))
+            return builder.shuffle_vector(*halves, lanes)
+        numbers = builder.bitcast(bits, INT16X32)
+        codes = [ir.Constant(INT16X32, [code] * INT16X32.count) for code in table]
+        for bit in (1, 2, 4, 8):
+            own = builder.and_(numbers, ir.Constant(INT16X32, [bit] * INT16X32.count))
+            is_set = builder.icmp_unsigned("!=", own, ir.Constant(INT16X32, None))
+            pairs = zip(codes[::2], codes[1::2], strict=True)
+            codes = [builder.select(is_set, with_bit, without) for without, with_bit in pairs]
+        return codes[0]
 
     def _wide(self, value: Any) -> Any:
         return self._builder.bitcast(self._splat(self._builder.bitcast(value, WORD)), FLOAT32X16)
@@ -437,18 +488,19 @@ def _multiply_integers(
     if not isinstance(size, types.IntegerLiteral):
         return None
     kinds = (*rows.types[:4], *weights.types, out)
-    bits = 8 if weights.types[0].dtype == types.int8 else 4
+    kind, has_exponents = kind_of_array(weights.types[0]), weights.types[1].dtype == types.uint8
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         *of_rows, width, span = cgutils.unpack_tuple(builder, args[0])
         values = [*of_rows, *cgutils.unpack_tuple(builder, args[1]), args[2]]
         arrays = [
-            context.make_array(kind)(context, builder, value)
-            for kind, value in zip(kinds, values, strict=True)
+            context.make_array(array)(context, builder, value)
+            for array, value in zip(kinds, values, strict=True)
         ]
         element = HALF_WORD if out.dtype == types.uint16 else ir.FloatType()
         scalar = ir.FloatType()
-        vectors = (WORD, WORD, scalar, scalar, INT32X16, FLOAT16X16, FLOAT32X16, element)
+        of_factors = INT8X16 if has_exponents else FLOAT16X16
+        vectors = (WORD, WORD, scalar, scalar, INT32X16, of_factors, FLOAT32X16, element)
         *of_inputs, codes, factors, bias, target = (
             builder.bitcast(array.data, vector.as_pointer())
             for array, vector in zip(arrays, vectors, strict=True)
@@ -458,9 +510,11 @@ def _multiply_integers(
         )
         num_factors = builder.udiv(arrays[5].nitems, INDEX(LANES))
         per_group = [builder.udiv(count, num_groups) for count in (num_spans, num_factors)]
+        if kind.group is not None:  # PERF: LLVM unrolls the loops over what it knows
+            width, span, per_group[0] = INDEX(kind.group), INDEX(kind.group), INDEX(1)
         sizes = _Sizes(num_groups, width, span, *per_group)
-        words = builder.udiv(num_in, INDEX(INTEGERS_PER_WORD[bits]))
-        dots = _Dots(builder, bits, size.literal_value)
+        words = builder.udiv(num_in, INDEX(INTEGERS_PER_WORD[kind]))
+        dots = _Dots(builder, kind, size.literal_value, has_exponents=has_exponents)
         places = [*of_inputs, target]
         per_row = [words, num_spans, num_spans, num_groups, args[3]]
         # Missing rows repeat the last one: it is computed and stored again.
@@ -478,8 +532,20 @@ def _multiply_integers(
 
 @overload(integers_like, strict=False)
 def _overload_integers_like(codes: Any) -> Callable[[Codes], Integers]:
-    like = INTEGERS_LIKE[8 if codes.dtype == types.int8 else 4]
+    like = INTEGERS_LIKE[kind_of_array(codes)]
     return lambda codes: like
+
+
+@overload(span_and_zero, strict=False)
+def _overload_span_and_zero(codes: Any) -> Callable[[Codes], tuple[int, np.float32]]:
+    kind = kind_of_array(codes)
+    span, zero = kind.span, np.float32(kind.zero)
+    return lambda codes: (span, zero)
+
+
+def kind_of_array(codes: Any) -> CodeKind:
+    """Returns the kind of codes by numba's type of their array."""
+    return kind_of(as_dtype(codes.dtype))
 
 
 @overload(multiply_integers, strict=False, prefer_literal=True)

@@ -9,25 +9,52 @@ outputs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from numba import prange, types
 from numba.core.types import containers
+from numba.np.numpy_support import from_dtype
 from torch import Tensor
 from torch.nn import functional
 
 from aserve_kernels.cpu.bf16 import Floats, as_array, numba_type
 from aserve_kernels.cpu.callback import Callback
-from aserve_kernels.cpu.memory import FLOAT32_LIKE, INT8_LIKE, INT32_LIKE, UINT16_LIKE, array_at
+from aserve_kernels.cpu.memory import (
+    FLOAT32_LIKE,
+    INT8_LIKE,
+    INT32_LIKE,
+    UINT8_LIKE,
+    UINT16_LIKE,
+    UINT32_LIKE,
+    array_at,
+)
 from aserve_kernels.cpu.precompile import cached_njit, compile_ahead
 from aserve_kernels.cpu.product import LIKE, RECORD_LIKE, compile_product
-from aserve_kernels.cpu.quant_codes import CODES_PER_WORD, QuantWeight, dequantized
+from aserve_kernels.cpu.quant_codes import (
+    CODES_PER_WORD,
+    E2M1,
+    INT4,
+    INT8,
+    CodeKind,
+    QuantWeight,
+    dequantized,
+)
 from aserve_kernels.cpu.quant_dots import multiply_by_dots
-from aserve_kernels.cpu.quant_rows import INTEGERS_LIKE, LEAST, SPANS
+from aserve_kernels.cpu.quant_rows import INTEGERS_LIKE, LEAST
 from aserve_kernels.cpu.team import worker_of
 from aserve_kernels.cpu.tiles import OUTPUTS
+
+# Arrays that stand for the types of codes and of factors.
+ARRAYS_LIKE: Mapping[CodeKind, tuple[npt.NDArray[Any], npt.NDArray[Any]]] = {
+    INT8: (INT8_LIKE, UINT16_LIKE),
+    INT4: (INT32_LIKE, UINT16_LIKE),
+    E2M1: (UINT32_LIKE, UINT8_LIKE),
+}
 
 
 def quant_linear(x: Tensor, weight: QuantWeight, *, num_workers: int = 1) -> Tensor:
@@ -49,13 +76,13 @@ def quant_linear_ref(x: Tensor, weight: QuantWeight, *, is_rounded: bool = True)
 
 def rounded_inputs(x: Tensor, weight: QuantWeight) -> Tensor:
     """x float32 [tokens, in] -> the same, each span rounded to multiples of its step."""
-    span, size = min(weight.group, SPANS[weight.bits]), weight.group * weight.num_groups
+    span, size = min(weight.group, weight.kind.span), weight.group * weight.num_groups
     spans_of_group = -(-weight.group // span)
     groups = functional.pad(x, (0, size - x.shape[1])).unflatten(1, (-1, weight.group))
     padded = functional.pad(groups, (0, spans_of_group * span - weight.group))
     spans = padded.unflatten(2, (spans_of_group, span))
     largest = spans.abs().amax(dim=3, keepdim=True)
-    largest_integer = torch.tensor(float(np.iinfo(INTEGERS_LIKE[weight.bits].dtype).max))
+    largest_integer = torch.tensor(float(np.iinfo(INTEGERS_LIKE[weight.kind].dtype).max))
     factor = torch.where(largest < LEAST, 0, largest_integer / largest)
     integers = (spans.double() * factor.double()).round().float()  # rounded once, as an FMA does
     values = (integers * (largest / largest_integer)).flatten(2)[:, :, : weight.group]
@@ -63,25 +90,23 @@ def rounded_inputs(x: Tensor, weight: QuantWeight) -> Tensor:
     return rounded
 
 
-def compile_quant_linear(dtype: torch.dtype, num_workers: int = 1, *, bits: int) -> None:
+def compile_quant_linear(dtype: torch.dtype, num_workers: int = 1, *, kind: CodeKind) -> None:
     """Compiles for this dtype, and either for one worker or for several."""
     floats = numba_type(dtype)
     rows, flat = types.Array(floats, 2, "C"), types.Array(types.float32, 1, "C")
-    codes = types.Array(types.int8 if bits == 8 else types.int32, 1, "C")
+    codes, factors = (types.Array(from_dtype(like.dtype), 1, "C") for like in ARRAYS_LIKE[kind])
     product = _multiply_alone if num_workers == 1 else _multiply
-    halves = types.Array(types.uint16, 1, "C")
-    fields = (codes, halves, flat, types.int64, types.int64, types.int64, types.float32)
+    fields = (codes, factors, flat, types.int64, types.int64, types.int64, types.float32)
     weight = containers.NamedTuple(fields, QuantWeight)
     compile_ahead(product, rows, weight, rows, types.int64)
-    codes_product(dtype, bits)
+    codes_product(dtype, kind)
 
 
 @cache
-def codes_product(dtype: torch.dtype, bits: int) -> Callback:
-    """Returns the product with a weight of 8 or 4 bits whose inputs are whole
-    groups, and inputs of this dtype."""
-    like, codes_like = LIKE[dtype], INT8_LIKE if bits == 8 else INT32_LIKE
-    per_word = 1 if bits == 8 else CODES_PER_WORD
+def codes_product(dtype: torch.dtype, kind: CodeKind) -> Callback:
+    """Returns the product with a weight whose inputs are whole groups, and inputs of this dtype."""
+    like, (codes_like, factors_like) = LIKE[dtype], ARRAYS_LIKE[kind]
+    per_word = 1 if kind.bits == 8 else CODES_PER_WORD
 
     def multiply_coded(
         record: int, x: int, num_tokens: int, out: int, worker: int, num_workers: int
@@ -92,7 +117,7 @@ def codes_product(dtype: torch.dtype, bits: int) -> Callback:
         weight = QuantWeight(
             array_at(layer["weight"], (num_codes // per_word,), codes_like),
             array_at(
-                layer["factors"], (num_codes // layer["group"] * layer["per_group"],), UINT16_LIKE
+                layer["factors"], (num_codes // layer["group"] * layer["per_group"],), factors_like
             ),
             array_at(layer["bias"], (num_out,), FLOAT32_LIKE),
             num_in,

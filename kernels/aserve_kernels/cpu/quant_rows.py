@@ -23,7 +23,7 @@ from numba.extending import intrinsic, overload
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, widen
 from aserve_kernels.cpu.precompile import NO_REFCOUNT
-from aserve_kernels.cpu.quant_codes import BYTE_DOTS
+from aserve_kernels.cpu.quant_codes import KINDS, CodeKind
 from aserve_kernels.cpu.simd import (
     INDEX,
     INT32X16,
@@ -43,15 +43,10 @@ from aserve_kernels.cpu.simd import (
 Integers: TypeAlias = npt.NDArray[np.int8 | np.int16]
 Int32s: TypeAlias = npt.NDArray[np.int32]
 
-# By the bits of a code: arrays that stand for the type of the integers.
-INTEGERS_LIKE: dict[int, Integers] = {
-    bits: np.empty(0, np.int8 if has_bytes else np.int16) for bits, has_bytes in BYTE_DOTS.items()
+# Arrays that stand for the type of the integers.
+INTEGERS_LIKE: dict[CodeKind, Integers] = {
+    kind: np.empty(0, np.int8 if kind.has_byte_dots else np.int16) for kind in KINDS
 }
-# By the bits of a code: inputs that share a step, fewer at the end of a group. Rounding them to 8
-# bits in spans of 32 adds half as much to the error of a product as rounding weights to 8 bits did,
-# and as much where some inputs are 50 times as large as others. Weights of 4 bits are ten times as
-# far off, so that longer spans add nothing to that.
-SPANS = {8: 32 if BYTE_DOTS[8] else 128, 4: 128}
 LEAST = np.float32(2.0**-100)  # a span whose largest magnitude is below is zero
 INFINITY_BITS = np.int32(0x7F800000)
 # A float32 of 1.5 * 2^23 + n has n in its lowest bits, rounded to the nearest, ties to even.

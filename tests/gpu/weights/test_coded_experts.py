@@ -119,7 +119,7 @@ def test_experts_of_gguf_are_never_widened(
     monkeypatch.setattr(StoredExperts, "widened", refuse)
     monkeypatch.setattr(QuantLinear, "__call__", multiply)
     assert error_of(own, own, made) < most
-    assert {each.weight.bits for each in made.experts()} == {bits}
+    assert {each.weight.kind.bits for each in made.experts()} == {bits}
     assert len(made.experts()) == 6 * 2 * COUNT
 
 
@@ -138,4 +138,4 @@ def test_codes_of_4_bits_are_rounded_to_8_where_that_is_asked_for(tmp_path: Path
     own, wide = write_mixtures(tmp_path, in_4_bits("awq", 32), CONFIGS["awq"])
     made = Made()
     assert error_of(own, wide, made, replace(BASE, quantization="int8")) <= 0.05
-    assert {each.weight.bits for each in made.experts()} == {8}
+    assert {each.weight.kind.bits for each in made.experts()} == {8}

@@ -203,7 +203,7 @@ def test_what_is_asked_for_is_rounded_again(quantization: str | None, bits: int)
     assert isinstance(coded, CodedWeight)
     layer = form.prepare(QuantizedLinear(coded, None), CPU, dtype=form.dtype)
     assert isinstance(layer, QuantLinear)
-    assert layer.weight.bits == bits
+    assert layer.weight.kind.bits == bits
 
 
 def test_a_file_has_the_tensors_of_its_number(tmp_path: Path) -> None:

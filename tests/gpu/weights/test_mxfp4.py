@@ -15,7 +15,7 @@ from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 
 from aserve.errors import ConfigError
 from aserve.gpu.device.cpu.isa import read_isa
-from aserve.gpu.device.cpu.kernel_linear import QuantLinear, _packed
+from aserve.gpu.device.cpu.kernel_linear import QuantLinear
 from aserve.gpu.device.cpu.linear import LinearPerExpert
 from aserve.gpu.device.cpu.weights import choose_cpu_format
 from aserve.gpu.device.cuda.device import CudaDevice
@@ -25,8 +25,9 @@ from aserve.gpu.layers.linear import Prepare
 from aserve.gpu.weights.checkpoint import Checkpoint
 from aserve.gpu.weights.format import WeightFormat, WeightRequest
 from aserve.gpu.weights.mxfp4 import VALUES, Mxfp4Weight
-from aserve.gpu.weights.source import Target
-from aserve_kernels.cpu.quant_codes import dequantized
+from aserve.gpu.weights.quantized import QuantizedLinear
+from aserve.gpu.weights.source import CPU, Target
+from aserve_kernels.cpu.quant_codes import E2M1, dequantized, pack_e2m1
 from tests.fakes.cuda import FakeCuda
 from tests.kernels.conftest import _exact_rounding  # noqa: F401
 from tests.load_model import load_model
@@ -159,7 +160,7 @@ def form_of(device: str) -> WeightFormat:
 def test_experts_stay_in_mxfp4(
     device: str, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the CPU as integers of 8 bits, which round the inputs."""
+    """The CPU rounds the inputs to integers."""
     own, wide = folders
     ids = torch.randint(0, 64, (5,), generator=torch.Generator().manual_seed(3))
     expected, made = logits_of(load_model(wide), ids), Made()
@@ -171,7 +172,7 @@ def test_experts_stay_in_mxfp4(
         assert all(isinstance(layer, GroupedCodedLinear) for layer in made.grouped)
     else:
         experts = [each for layer in made.grouped for each in experts_of(layer)]
-        assert {(each.weight.bits, each.weight.group) for each in experts} == {(8, 32)}
+        assert {(each.weight.kind, each.weight.group) for each in experts} == {(E2M1, 32)}
         assert len(experts) == 2 * 2 * 3
 
 
@@ -184,17 +185,25 @@ def experts_of(layer: GroupedLinearOp) -> list[QuantLinear]:
     return [each for each in layer.experts if isinstance(each, QuantLinear)]
 
 
-def test_every_element_and_scale_is_exact_as_an_integer() -> None:
+def test_every_element_and_scale_is_exact_on_the_cpu() -> None:
     """Also of the smallest and largest scales that checkpoints have."""
     blocks = torch.arange(256, dtype=torch.uint8).view(16, 1, 16)
     exponents = torch.arange(110, 142, 2, dtype=torch.uint8).view(16, 1)
     weight = Mxfp4Weight(blocks, exponents)
-    packed = QuantLinear(_packed(weight.as_integers(), None, bits=8)).weight
+    packed = pack_e2m1(weight.elements, weight.exponents, None)
     scales = 2.0 ** (exponents.float() - 127)
     pairs = torch.arange(256)
     values = torch.tensor(VALUES)[torch.stack((pairs % 16, pairs // 16), dim=1)].view(16, 32)
     assert torch.equal(dequantized(packed), values * scales)
     assert torch.equal(weight.widened(), values * scales)
+
+
+def test_a_weight_takes_4_and_a_quarter_bits_on_the_cpu() -> None:
+    blocks, exponents = packed(torch.empty(1, 96, 64), seed=1)
+    stored = Mxfp4Weight(blocks[0], exponents[0])
+    layer = form_of("cpu").prepare(QuantizedLinear(stored, None), CPU, dtype=torch.float32)
+    assert isinstance(layer, QuantLinear)
+    assert 8 * (layer.weight.codes.nbytes + layer.weight.factors.nbytes) == 4.25 * 96 * 64
 
 
 @pytest.mark.parametrize("lacks", ["_scales", "_blocks"])

@@ -9,8 +9,9 @@ from numba import njit
 from numba.core.runtime import _nrt_python, rtsys
 
 from aserve_kernels.cpu.memory import FLOAT32_LIKE, INT64_LIKE, STACK_BYTES, scratch
+from aserve_kernels.cpu.quant_codes import KINDS, CodeKind
 from tests.kernels.cpu.test_product import SHAPE, coded_fields, inputs, product
-from tests.kernels.cpu.test_quant_linear import RANGES, drawn
+from tests.kernels.cpu.test_quant_linear import drawn
 
 
 @njit(nogil=True)
@@ -48,11 +49,11 @@ def test_only_large_scratch_is_allocated() -> None:
     assert num_allocations() >= before + 50
 
 
-@pytest.mark.parametrize("bits", RANGES)
-def test_a_product_of_few_rows_allocates_nothing(bits: int) -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_product_of_few_rows_allocates_nothing(kind: CodeKind) -> None:
     """WHY: all threads of a team would ask for memory at the same moment, and wait for a lock. What
     a call itself allocates does not depend on the number of workers, which run in turn here."""
-    packed, _ = drawn(bits, SHAPE, has_offsets=True)
+    packed, _ = drawn(kind, SHAPE, has_offsets=True)
     fields, x = coded_fields(packed, torch.bfloat16), inputs(8, torch.bfloat16)
     numbers = []
     for num_workers in (1, 1, 5):

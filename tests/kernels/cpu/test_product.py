@@ -12,7 +12,7 @@ from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array
 from aserve_kernels.cpu.decoder_layers import Records
 from aserve_kernels.cpu.gemm import pack, packed_linear_ref, tiles_product
 from aserve_kernels.cpu.product import PRODUCT, multiply_by
-from aserve_kernels.cpu.quant_codes import QuantWeight
+from aserve_kernels.cpu.quant_codes import KINDS, CodeKind, QuantWeight
 from aserve_kernels.cpu.quant_linear import codes_product, quant_linear_ref
 from tests.kernels.cpu.test_quant_linear import drawn
 
@@ -37,7 +37,7 @@ def coded_fields(weight: QuantWeight, dtype: torch.dtype) -> tuple[float, ...]:
     """The fields of a layer with this weight, of SHAPE."""
     addresses = [array.ctypes.data for array in (weight.codes, weight.bias, weight.factors)]
     numbers = (SHAPE[1], SHAPE[0], weight.group, weight.per_group, float(weight.unit))
-    return (codes_product(dtype, weight.bits).address, *addresses, *numbers)
+    return (codes_product(dtype, weight.kind).address, *addresses, *numbers)
 
 
 def inputs(num_tokens: int, dtype: torch.dtype) -> Tensor:
@@ -68,12 +68,12 @@ def test_workers_write_the_product_with_tiles(
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("num_tokens", [1, 9])
 @pytest.mark.parametrize("has_offsets", [False, True])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_workers_write_the_product_with_codes(
-    dtype: torch.dtype, bits: int, has_offsets: bool, num_tokens: int, num_workers: int
+    dtype: torch.dtype, kind: CodeKind, has_offsets: bool, num_tokens: int, num_workers: int
 ) -> None:
-    weight, _ = drawn(bits, SHAPE, has_offsets=has_offsets)
+    weight, _ = drawn(kind, SHAPE, has_offsets=has_offsets)
     x = inputs(num_tokens, dtype)
     expected = quant_linear_ref(x.float(), weight)
     spread = float(expected.abs().max())

@@ -27,7 +27,7 @@ from aserve_kernels.cpu.gemm import (
     packed_grouped_linear,
     packed_linear,
 )
-from aserve_kernels.cpu.quant_codes import QuantWeight, pack_quantized
+from aserve_kernels.cpu.quant_codes import E2M1, INTEGERS, QuantWeight, pack_e2m1, pack_quantized
 from aserve_kernels.cpu.quant_linear import compile_quant_linear, quant_linear
 from aserve_kernels.cpu.simd import LANES
 
@@ -108,8 +108,8 @@ def prepare_experts(
 
 
 class QuantLinear:
-    """y = x W^T + b with weights of 8 bits, and a scale for each output, or of 4 bits, and a scale
-    and an offset for each group of inputs. The fused decoder reads them too."""
+    """y = x W^T + b with weights of 8 bits, and a scale for each output, of 4 bits, and a scale and
+    an offset for each group of inputs, or in MXFP4. The fused decoder reads them too."""
 
     __slots__ = ("num_workers", "weight")
 
@@ -147,12 +147,14 @@ def _packed(stored: CodedWeight, bias: Tensor | None, *, bits: int) -> QuantWeig
 
 def _in_unit(weight: QuantWeight, unit: np.float32) -> QuantWeight:
     """Returns the weight with factors in this unit, which shifts their exponents. Only factors
-    below 2^-24 of the largest one lose bits. Raises ConfigError."""
+    below 2^-24 of the largest one lose bits. Weights in MXFP4 have one unit. Raises ConfigError."""
+    if weight.unit == unit:
+        return weight
     factors = weight.factors.view(np.float16).astype(np.float32) * (weight.unit / unit)
     if np.abs(factors).max(initial=0) > np.finfo(np.float16).max:
         raise ConfigError(
-            f"the scales of a layer with {weight.bits} bits are more than {GROWTH} times as large "
-            "as those of the running model: start the server with this checkpoint instead"
+            f"the scales of a layer with {weight.kind.bits} bits are more than {GROWTH} times as "
+            "large as those of the running model: start the server with this checkpoint instead"
         )
     return weight._replace(factors=factors.astype(np.float16).view(np.uint16), unit=unit)
 
@@ -163,24 +165,26 @@ def prepare_quantized(bits: int) -> Prepare:
     def prepare(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
         assert device.type == "cpu"
         num_workers = torch.get_num_threads()
-        compile_quant_linear(dtype, num_workers, bits=bits)
+        compile_quant_linear(dtype, num_workers, kind=INTEGERS[bits])
         return QuantLinear.rounded(linear.weight, linear.bias, bits=bits, num_workers=num_workers)
 
     return with_codes(prepare, kept=(BITS,)) if bits == BITS else prepare
 
 
 def with_codes(others: Prepare, *, kept: tuple[int, ...] = (BITS, 8)) -> Prepare:
-    """Returns a `Prepare` that keeps the codes of layers that have some of these bits as they
-    are."""
+    """Returns a `Prepare` that keeps the codes of layers that have some of these bits, or are in
+    MXFP4, as they are."""
 
     def prepare(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
         coded = linear.stored if isinstance(linear, QuantizedLinear) else None
+        num_workers = torch.get_num_threads()
         if isinstance(coded, Mxfp4Weight):
-            coded = coded.as_integers()
+            compile_quant_linear(dtype, num_workers, kind=E2M1)
+            packed = pack_e2m1(coded.elements, coded.exponents, linear.bias)
+            return QuantLinear(packed, num_workers=num_workers)
         if not isinstance(coded, CodedWeight) or coded.group % LANES or coded.bits not in kept:
             return others(linear, device, dtype=dtype)
-        num_workers = torch.get_num_threads()
-        compile_quant_linear(dtype, num_workers, bits=coded.bits)
+        compile_quant_linear(dtype, num_workers, kind=INTEGERS[coded.bits])
         return QuantLinear(_packed(coded, linear.bias, bits=coded.bits), num_workers=num_workers)
 
     return prepare

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # What only some models, or models with some options, run.
 ON_DEMAND = (
     *("lora", "latent_attention", "index_scores", "delta_rule", "state_space"),
-    *("int8_linear", "int4_linear"),
+    *("int8_linear", "int4_linear", "e2m1_linear"),
 )
 
 # Parts of a fused step that only some models have. A team of any size runs them.

@@ -39,7 +39,7 @@ def product_of(dtype: torch.dtype, product: LinearOp | None) -> Product:
     weight = packed.weight
     arrays = (weight.codes, weight.bias, weight.factors)
     numbers = (*sizes, weight.group, weight.per_group, float(weight.unit))
-    return codes_product(dtype, weight.bits).address, *map(_address, arrays), *numbers
+    return codes_product(dtype, weight.kind).address, *map(_address, arrays), *numbers
 
 
 def packed_of(product: LinearOp) -> TiledLinear | QuantLinear:

@@ -105,7 +105,7 @@ def _quantized_format(request: WeightRequest, isa: CpuIsa) -> WeightFormat:
 
 def _with_codes(format_: WeightFormat, request: WeightRequest, isa: CpuIsa) -> WeightFormat:
     """Keeps layers and experts that the checkpoint has in 4 bits as they are, where they can be
-    multiplied, and those in GGUF. Elements of MXFP4 are integers of 8 bits."""
+    multiplied, and those in GGUF."""
     is_kept = request.quantization is None and request.stored_quantization in (INT4, MXFP4)
     if not (is_kept and isa.has_numba and format_.dtype in KERNEL_DTYPES):
         return format_
@@ -117,7 +117,6 @@ def _with_codes(format_: WeightFormat, request: WeightRequest, isa: CpuIsa) -> W
         prepare=with_codes(format_.prepare),
         about=about,
         factor_bits=FACTOR_BITS,
-        e2m1_bits=8,
     )
 
 

@@ -200,8 +200,6 @@ def test_memory_is_asked_for_the_bits_of_the_experts_that_stay_quantized() -> No
     assert inventory.held_bytes(bits, lambda _name: eight) == 4 * 64 * 16 + 32
     assert inventory.held_bytes(bits, lambda _name: StoredBits(4, 16)) == 4 * 64 * 16 + 32
     assert inventory.held_bytes(bits, lambda _name: StoredBits(4, 64)) == 4 * 64 * 10 + 32
-    elements, wider = StoredBits(4, 32, is_e2m1=True), LinearBits(factors=32, e2m1=8)
-    assert inventory.held_bytes(wider, lambda _name: elements) == 4 * 64 * 18 + 32
     ups = inventory.held_bytes(bits, lambda name: eight if ".up" in name else None)
     assert ups == plain - 4 * 32 * 16
     assert inventory.held_bytes(LinearBits(), lambda _name: eight) == plain
