@@ -71,7 +71,7 @@ def make_roofline(resolved: Resolved, *, limits_file: str | None) -> Roofline:
     form = open_device("cpu").weight_format(request)
     parameters = count_parameters(model_dir)
     if isinstance(loader, NativeLoader):
-        bits = LinearBits(form.stored_bits, form.factor_bits, form.e2m1_bits)
+        bits = LinearBits(form.stored_bits, form.factor_bits)
         size_bytes: float = loader.step_bytes(form.dtype, bits, is_dummy=is_dummy)
     else:
         size_bytes = (parameters.body + parameters.head) * form.weight_bits / 8

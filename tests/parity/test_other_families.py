@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow  # each reference takes a moment to make
 # The code of transformers that has latent attention, sinks or recurrent layers cannot run with
 # attention of aserve's.
 NATIVE_ONLY = (
-    *("deepseek", "gpt-oss", "longcat", "qwen3.5", "qwen3-next", "lfm2"),
+    *("deepseek", "glm5", "gpt-oss", "longcat", "qwen3.5", "qwen3-next", "lfm2"),
     *("bamba", "falcon-h1", "granite-hybrid", "nemotron-h"),
 )
 EVERY_KIND = [*(kind for kind in KINDS if not kind.startswith(NATIVE_ONLY)), *OTHER_KINDS]

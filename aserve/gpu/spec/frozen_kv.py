@@ -220,6 +220,7 @@ class QueryAttention(Attention):
         heads = weight.expand(layer.num_heads, -1)
         self.head_norms = HeadNorms(heads, eps=spec.config.rms_norm_eps)
         self.joint_norm = self.sinks = None
+        self.has_query_scale = False
         self.out = weights.linear({f"{prefix}.o_proj": size}, in_features=q_size, bias=False)
 
 
