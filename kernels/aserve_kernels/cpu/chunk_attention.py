@@ -2,9 +2,10 @@
 
     out = softmax(cap(scale * q k^T) + mask) v
 
-Both matrix products are gemm.py's, of pairs of bfloat16 or of float32. Each tile of keys and values
-is packed once, for all queries of a block (chunk_tiles.py). Scores stay float32; the softmax is
-online. Work is divided among threads by row, block of queries and KV head.
+Both matrix products are gemm.py's: of pairs of bfloat16, by AMX where there is any, or of float32.
+Each tile of keys and values is packed once, for all queries of a block (chunk_tiles.py). Scores
+stay float32; the softmax is online. Work is divided among threads by row, block of queries and KV
+head.
 """
 
 from __future__ import annotations
@@ -18,20 +19,23 @@ from torch import Tensor
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, numba_type
 from aserve_kernels.cpu.chunk_tiles import (
-    as_weight,
     copy_query,
+    multiply_rows,
     pack_keys,
     pack_values,
     packed_like,
+    rows_at_once,
+    store_all_weights,
 )
 from aserve_kernels.cpu.exp2 import power_of_two
 from aserve_kernels.cpu.host_rows import NO_WINDOW, HostRows, Int64s
+from aserve_kernels.cpu.matrix_tiles import configure_tiles, release_tiles
 from aserve_kernels.cpu.memory import FLOAT32_LIKE, INT64_LIKE, scratch
 from aserve_kernels.cpu.online_softmax import fold_log2, greatest
-from aserve_kernels.cpu.precompile import FASTMATH, cached_njit, compile_ahead
+from aserve_kernels.cpu.precompile import FASTMATH, NO_REFCOUNT, cached_njit, compile_ahead
 from aserve_kernels.cpu.simd import LANES, fma, load, splat, store
 from aserve_kernels.cpu.team import worker_of
-from aserve_kernels.cpu.tiles import OUTPUTS, ROWS, multiply_tile
+from aserve_kernels.cpu.tiles import OUTPUTS
 from aserve_kernels.paged_rows import Scoring
 
 BLOCK = 1024  # query rows (queries times heads of one KV head) that share a packed tile
@@ -124,13 +128,15 @@ def _attend_share(
     for r in range(rows.shape[0]):
         longest = max(longest, query_lens[r])
     query_len = min(longest, max(1, BLOCK // group_size))
-    num_query_rows = -(-query_len * group_size // ROWS) * ROWS
     like = packed_like(q, keys)
+    at_once = rows_at_once(like)
+    num_query_rows = -(-query_len * group_size // at_once) * at_once
     queries = scratch((num_query_rows * head_dim,), like)
     queries[:] = 0
     outputs = scratch((num_query_rows * head_dim,), FLOAT32_LIKE)
     softmax = scratch((num_query_rows, 2), FLOAT32_LIKE)
     packed = scratch((2, TILE * head_dim), like)
+    configure_tiles(at_once)
     unit = 0
     for r in range(rows.shape[0]):
         for first in range(0, query_lens[r], query_len):
@@ -147,6 +153,7 @@ def _attend_share(
                     lens[r] - query_lens[r] + first, head, window, factor, cap, value_scale,
                     queries, outputs, softmax, packed,
                 )  # fmt: skip
+    release_tiles()
 
 
 @njit(nogil=True, fastmath=FASTMATH)
@@ -159,9 +166,9 @@ def _attend_block(
     """Attends q [queries, heads, head_dim], at positions from `position` on, for one KV head, and
     writes out [queries, heads, head_dim].
 
-    A query row is one query of one head; query rows are padded to a multiple of ROWS. Scratch
-    memory: `queries` and `outputs` for the query rows, `softmax` for [row_max, row_sum] of each,
-    `packed` for a tile of keys and one of values.
+    A query row is one query of one head; query rows are padded to a multiple of `rows_at_once`.
+    Scratch memory: `queries` and `outputs` for the query rows, `softmax` for [row_max, row_sum] of
+    each, `packed` for a tile of keys and one of values.
     """
     num_queries, head_dim = q.shape[0], q.shape[2]
     group_size = q.shape[1] // keys.shape[1]
@@ -169,14 +176,15 @@ def _attend_block(
     for query_row in range(num_query_rows):
         vector = q[query_row // group_size, head * group_size + query_row % group_size]
         copy_query(vector, queries[query_row * head_dim : (query_row + 1) * head_dim])
-    num_padded = -(-num_query_rows // ROWS) * ROWS
+    at_once = rows_at_once(queries)
+    num_padded = -(-num_query_rows // at_once) * at_once
     outputs[: num_padded * head_dim] = 0
     softmax[:num_padded, 0] = -np.inf
     softmax[:num_padded, 1] = 0
     indices = scratch((TILE,), INT64_LIKE)
-    products = scratch((ROWS * max(TILE, head_dim),), FLOAT32_LIKE)
-    weights = scratch((ROWS * TILE,), queries)
-    rescales = scratch((ROWS,), FLOAT32_LIKE)
+    products = scratch((at_once * max(TILE, head_dim),), FLOAT32_LIKE)
+    weights = scratch((at_once * TILE,), queries)
+    rescales = scratch((at_once,), FLOAT32_LIKE)
     zeros = scratch((OUTPUTS,), FLOAT32_LIKE)
     zeros[:] = np.float32(0)
     # Tiles begin at the first key that a query sees: keys before it may be NaN.
@@ -189,16 +197,16 @@ def _attend_block(
         packed_keys, packed_values = packed[0, : width * head_dim], packed[1, : width * head_dim]
         pack_keys(keys.reshape(-1), indices[:width], head_dim, packed_keys)
         pack_values(values.reshape(-1), indices[:width], head_dim, packed_values)
-        for query_row in range(0, num_query_rows, ROWS):
+        for query_row in range(0, num_query_rows, at_once):
             first_position = position + query_row // group_size
-            last_position = position + (min(query_row + ROWS, num_query_rows) - 1) // group_size
+            last_position = position + (min(query_row + at_once, num_query_rows) - 1) // group_size
             if last_position < tile or first_position - window + 1 >= tile + size:
                 continue
             # Later keys are masked for all of these query rows.
             seen = min(width, -(-(last_position + 1 - tile) // OUTPUTS) * OUTPUTS)
-            q_rows = queries[query_row * head_dim : (query_row + ROWS) * head_dim]
-            _multiply(q_rows, packed_keys, head_dim, zeros, products, seen)
-            for i in range(ROWS):
+            own = slice(query_row * head_dim, (query_row + at_once) * head_dim)
+            _multiply(queries[own], packed_keys, head_dim, zeros, products, seen)
+            for i in range(at_once):
                 # A padding row has zeros, and the mask of the last query row.
                 query_position = position + min(query_row + i, num_query_rows - 1) // group_size
                 low = max(0, query_position - window + 1 - tile)
@@ -207,8 +215,8 @@ def _attend_block(
                     products[i * seen : (i + 1) * seen], low, high, factor, cap,
                     softmax, query_row + i, weights[i * seen : (i + 1) * seen],
                 )  # fmt: skip
-            _multiply(weights[: ROWS * seen], packed_values, width, zeros, products, head_dim)
-            _add(products, rescales, outputs[query_row * head_dim : (query_row + ROWS) * head_dim])
+            _multiply(weights[: at_once * seen], packed_values, width, zeros, products, head_dim)
+            _add(products, rescales, outputs[own])
     for query_row in range(num_query_rows):
         output = outputs[query_row * head_dim : (query_row + 1) * head_dim]
         scale = value_scale / softmax[query_row, 1]
@@ -235,21 +243,21 @@ def _find_keys(
             j += 1
 
 
-@njit(inline="always")
+@njit(nogil=True, fastmath=FASTMATH, **NO_REFCOUNT)
 def _multiply(
     x: Floats, packed: Floats, packed_inputs: int, zeros: Float32s, out: Float32s,
     num_outputs: int,
 ) -> None:  # fmt: skip
-    """Multiplies ROWS contiguous rows of x by the first inputs and outputs of a packed matrix,
-    which has `packed_inputs` -> out [ROWS, num_outputs], flat. `zeros` is the bias."""
-    num_inputs = len(x) // ROWS
+    """Multiplies `rows_at_once` contiguous rows of x by the first inputs and outputs of a packed
+    matrix, which has `packed_inputs` -> out [rows, num_outputs], flat. `zeros` is the bias."""
+    num_inputs = len(x) // rows_at_once(packed)
     for first in range(0, num_outputs, OUTPUTS):
         start = first * packed_inputs
         block = packed[start : start + OUTPUTS * num_inputs]
-        multiply_tile(x, (block, packed[:0]), zeros, out[first:], num_outputs, ROWS)
+        multiply_rows(x, block, zeros, out[first:], num_outputs)
 
 
-@njit(inline="always")
+@njit(nogil=True, fastmath=FASTMATH, **NO_REFCOUNT)
 def _weigh(
     scores: Float32s, low: int, high: int, factor: np.float32, cap: np.float32,
     softmax: Float32s, query_row: int, weights: Floats,
@@ -273,22 +281,18 @@ def _weigh(
         scores[j] = -np.inf
     row_max = max(softmax[query_row, 0], factor * greatest(scores[:stop]))
     rescale = power_of_two(softmax[query_row, 0] - row_max)
-    added = np.float32(0)
-    for j in range(stop):
-        weight = power_of_two(factor * scores[j] - row_max)
-        added += weight
-        weights[j] = as_weight(weight, weights)
+    added = store_all_weights(scores[:stop], factor, row_max, weights)
     weights[stop:] = 0
     softmax[query_row, 0] = row_max
     softmax[query_row, 1] = softmax[query_row, 1] * rescale + added
     return rescale
 
 
-@njit(inline="always")
+@njit(nogil=True, fastmath=FASTMATH, **NO_REFCOUNT)
 def _add(added: Float32s, rescales: Float32s, outputs: Float32s) -> None:
     """outputs = outputs * rescale[query row] + added."""
-    head_dim = len(outputs) // ROWS
-    for query_row in range(ROWS):
+    head_dim = len(outputs) // len(rescales)
+    for query_row in range(len(rescales)):
         rescale = splat(rescales[query_row])
         for d in range(query_row * head_dim, (query_row + 1) * head_dim, LANES):
             total = fma(load(added, d), load(outputs, d), rescale)

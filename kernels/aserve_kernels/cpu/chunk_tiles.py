@@ -14,21 +14,25 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
-from aserve_kernels.cpu.bf16 import Floats, widen
+from aserve_kernels.cpu.bf16 import Float32s, Floats, widen
+from aserve_kernels.cpu.bf16_weights import store_weights
+from aserve_kernels.cpu.exp2 import power_of_two
 from aserve_kernels.cpu.host_rows import Int64s
+from aserve_kernels.cpu.matrix_tiles import PAIR_ROWS, multiply_matrix
 from aserve_kernels.cpu.memory import FLOAT32_LIKE, INT64_LIKE, UINT16_LIKE, scratch
 from aserve_kernels.cpu.packing import interleave, transpose_pairs
-from aserve_kernels.cpu.simd import LANES, load, store
-from aserve_kernels.cpu.tiles import HAS_FAST_PAIRS, OUTPUTS
+from aserve_kernels.cpu.simd import HAS_AMX, LANES, fma, load, reduce_sum, splat, store, zeros
+from aserve_kernels.cpu.tiles import HAS_FAST_PAIRS, OUTPUTS, ROWS, multiply_tile
 
 PAIR = 2
+HAS_PAIRS = HAS_FAST_PAIRS or HAS_AMX  # and multiplies them faster than float32
 
 
 def packed_like(q: Floats, keys: Floats) -> Floats:
     """Returns an array that stands for the dtype in which queries, keys and values are multiplied:
     the bits of bfloat16, or float32."""
     has_pairs = q.dtype == keys.dtype == np.uint16
-    return UINT16_LIKE if HAS_FAST_PAIRS and has_pairs else FLOAT32_LIKE
+    return UINT16_LIKE if HAS_PAIRS and has_pairs else FLOAT32_LIKE
 
 
 def copy_query(source: Floats, target: Any) -> None:
@@ -56,20 +60,48 @@ def pack_values(source: Floats, indices: Int64s, head_dim: int, packed: Floats) 
         _pack_wide_values(source, indices, head_dim, packed)
 
 
-def as_weight(weight: np.float32, packed: Floats) -> Any:
-    """Returns a weight of the softmax in the dtype of `packed`. It is finite, or a NaN that comes
-    from bfloat16 or from arithmetic.
+def rows_at_once(packed: Floats) -> int:
+    """Returns how many rows `multiply_rows` multiplies by tiles of the dtype of `packed`."""
+    has_matrices = HAS_AMX and packed.dtype == np.uint16
+    return PAIR_ROWS if has_matrices else ROWS
 
-    PERF: without a case for other NaN, a prefill's attention takes 5 % less time.
-    """
-    return _nearest(weight) if packed.dtype == np.uint16 else weight
+
+def multiply_rows(x: Floats, block: Floats, bias: Float32s, out: Float32s, stride: int) -> None:
+    """Multiplies `rows_at_once` contiguous rows of x by a packed block of outputs, plus bias. Row r
+    of the result is out[r * stride : r * stride + OUTPUTS]. All arrays are flat."""
+    multiply_tile(x, (block, block[:0]), bias, out, stride, rows_at_once(block))
+
+
+def store_all_weights(
+    scores: Float32s, factor: np.float32, row_max: np.float32, weights: Floats
+) -> np.float32:
+    """Writes 2^(factor * s - row_max) for each score s, of a multiple of 16, to the first of
+    `weights`, which have the dtype of packed tiles, and returns the sum."""
+    if weights.dtype == np.uint16:
+        return _store_pairs(scores, factor, row_max, weights)
+    return _store_wide(scores, factor, row_max, weights)
 
 
 @njit(inline="always")
-def _nearest(weight: np.float32) -> np.uint16:
-    bits = np.float32(weight).view(np.uint32)
-    to_even = (bits >> np.uint32(16)) & np.uint32(1)
-    return np.uint16(np.uint32(bits + np.uint32(0x7FFF) + to_even) >> np.uint32(16))
+def _store_pairs(
+    scores: Float32s, factor: np.float32, row_max: np.float32, weights: Floats
+) -> np.float32:
+    total, one = zeros(), splat(np.float32(1))
+    for j in range(0, len(scores), LANES):
+        total = fma(store_weights(scores, j, factor, row_max, weights), total, one)
+    return reduce_sum(total)
+
+
+@njit(inline="always")
+def _store_wide(
+    scores: Float32s, factor: np.float32, row_max: np.float32, weights: Floats
+) -> np.float32:
+    total = np.float32(0)
+    for j in range(len(scores)):
+        weight = power_of_two(factor * scores[j] - row_max)
+        total += weight
+        weights[j] = weight
+    return total
 
 
 @njit(inline="always")
@@ -117,7 +149,7 @@ def _pack_wide_values(source: Floats, indices: Int64s, head_dim: int, packed: An
 
 @overload(packed_like, strict=False)
 def _overload_packed_like(q: Any, keys: Any) -> Callable[[Floats, Floats], Floats]:
-    has_pairs = HAS_FAST_PAIRS and q.dtype == keys.dtype == types.uint16
+    has_pairs = HAS_PAIRS and q.dtype == keys.dtype == types.uint16
     like: Floats = UINT16_LIKE if has_pairs else FLOAT32_LIKE
     return lambda q, keys: like
 
@@ -150,8 +182,28 @@ def _overload_pack_values(
     return lambda source, indices, head_dim, packed: pack(source, indices, head_dim, packed)
 
 
-@overload(as_weight, inline="always", strict=False)
-def _overload_as_weight(weight: Any, packed: Any) -> Callable[..., Any]:
-    if packed.dtype != types.uint16:
-        return lambda weight, packed: weight
-    return lambda weight, packed: _nearest(weight)
+@overload(rows_at_once, strict=False)
+def _overload_rows_at_once(packed: Any) -> Callable[[Floats], int]:
+    num_rows = PAIR_ROWS if HAS_AMX and packed.dtype == types.uint16 else ROWS
+    return lambda packed: num_rows
+
+
+@overload(multiply_rows, inline="always", strict=False)
+def _overload_multiply_rows(
+    x: Any, block: Any, bias: Any, out: Any, stride: Any
+) -> Callable[..., None]:
+    def by_matrices(x: Floats, block: Floats, bias: Float32s, out: Float32s, stride: int) -> None:
+        multiply_matrix(x, (block, block[:0]), bias, out, stride, PAIR_ROWS)
+
+    def by_vectors(x: Floats, block: Floats, bias: Float32s, out: Float32s, stride: int) -> None:
+        multiply_tile(x, (block, block[:0]), bias, out, stride, ROWS)
+
+    return by_matrices if HAS_AMX and block.dtype == types.uint16 else by_vectors
+
+
+@overload(store_all_weights, inline="always", strict=False)
+def _overload_store_all_weights(
+    scores: Any, factor: Any, row_max: Any, weights: Any
+) -> Callable[..., np.float32]:
+    store_all = _store_pairs if weights.dtype == types.uint16 else _store_wide
+    return lambda scores, factor, row_max, weights: store_all(scores, factor, row_max, weights)

@@ -1,7 +1,8 @@
 """A GEMM with a weight that is packed once: y = x W^T + b. Threads share the outputs.
 
-The micro-kernels are in tiles.py, block_pairs.py and wide_tiles.py. An output is summed in one
-order, whatever other rows and threads there are, so a row's result is the same in every batch.
+The micro-kernels are in tiles.py, block_pairs.py, wide_tiles.py and matrix_tiles.py. An output is
+summed in one order, whatever other rows and threads there are, so a row's result is the same in
+every batch.
 
 PERF: Qwen3-0.6B's layers in bfloat16, one thread of an AVX512-bf16 machine, GB/s of weights at 1,
 4, 8, 16 rows against those of oneDNN's packed weights: 23, 25, 20, 6 against 13, 15, 11, 4. With
@@ -23,6 +24,7 @@ from torch import Tensor
 from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, numba_type
 from aserve_kernels.cpu.block_pairs import THREE, multiply_pair
 from aserve_kernels.cpu.callback import Callback
+from aserve_kernels.cpu.matrix_tiles import multiply_by_matrices
 from aserve_kernels.cpu.memory import FLOAT32_LIKE, array_at, scratch
 from aserve_kernels.cpu.precompile import NO_REFCOUNT, cached_njit, compile_ahead
 from aserve_kernels.cpu.product import LIKE, RECORD_LIKE, compile_product
@@ -179,6 +181,8 @@ def multiply_whole(
     x: Floats, packed: Floats, bias: Float32s, out: Floats, first: int, last: int
 ) -> None:
     """Computes the outputs from `first` to `last` - 1, which are whole blocks."""
+    if multiply_by_matrices(x, packed, bias, out, first, last):
+        return
     if not multiply_wide(x, packed, bias, out, first, last):
         multiply_blocks(x, packed, bias, out, first, last)
 

@@ -7,12 +7,15 @@ IR. LLVM splits a vector into the registers of the machine: one with AVX-512, tw
 
 from __future__ import annotations
 
+import ctypes
+import platform
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils, config
 from numba.core.codegen import get_host_cpu_features
@@ -21,11 +24,42 @@ from numba.extending import intrinsic, overload, register_model
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, widen
 
-# The features that numba compiles for: the machine's, unless NUMBA_CPU_FEATURES names others.
-FEATURES = get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
-HAS_AVX2, HAS_AVX512, HAS_AVX512BW, HAS_AVX512_BF16, HAS_VNNI = (
+binding.initialize_native_asmparser()  # for instructions in LLVM IR
+
+ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18
+
+
+def may_use_tiles() -> bool:
+    """Asks Linux to let this process, and the threads that it will start, use the tile registers of
+    AMX, and returns whether it does (Linux documentation, "Using XSTATE features in user space
+    applications")."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    syscall = ctypes.CDLL(None).syscall
+    error: int = syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
+    return not error
+
+
+def usable(features: str, *, has_tiles: bool) -> str:
+    """Returns the features of a processor, with those of AMX off where tile registers may not be
+    used."""
+    return features if has_tiles else features.replace("+amx-", "-amx-")
+
+
+def compile_for_usable() -> str:
+    """Lets numba compile for the machine's features that may be used, unless NUMBA_CPU_FEATURES
+    names others, and returns them. Its cache, which it keeps for each set of features, then has no
+    instructions that another process may use and this one may not."""
+    features = get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
+    features = usable(features, has_tiles=may_use_tiles())
+    config.CPU_FEATURES = features
+    return features
+
+
+FEATURES = compile_for_usable()
+HAS_AVX2, HAS_AVX512, HAS_AVX512BW, HAS_AVX512_BF16, HAS_VNNI, HAS_AMX = (
     f"+{name}" in FEATURES.split(",")
-    for name in ("avx2", "avx512f", "avx512bw", "avx512bf16", "avx512vnni")
+    for name in ("avx2", "avx512f", "avx512bw", "avx512bf16", "avx512vnni", "amx-bf16")
 )
 LANES = 16
 SUMS_AT_ONCE = 16 if HAS_AVX512 else 4  # vectors of sums that registers hold beside their operands
@@ -46,6 +80,7 @@ FLOATS, WORDS = (
 )
 FLOAT16X16 = ir.VectorType(ir.HalfType(), LANES)
 INDEX = ir.IntType(64)
+INT8 = ir.IntType(8)
 IN_L1, IN_L2 = 3, 2  # how near to the processor a prefetched line is brought
 
 

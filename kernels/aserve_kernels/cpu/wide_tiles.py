@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
@@ -37,8 +37,6 @@ from aserve_kernels.cpu.tiles import (
     multiply_tile,
     prefetched_by,
 )
-
-binding.initialize_native_asmparser()  # for instructions in LLVM IR
 
 WIDE_ROWS = 12
 LEAST_ROWS = 6  # fewer are as fast in tiles of their own size

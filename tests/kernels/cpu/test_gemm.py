@@ -32,7 +32,7 @@ def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "num_tokens", [0, 1, 2, ROWS - 1, ROWS, 8, 2 * WIDE_ROWS + 3, 3 * ROWS + 7]
+    "num_tokens", [0, 1, 2, ROWS - 1, ROWS, 8, 16, 17, 2 * WIDE_ROWS + 3, 3 * ROWS + 7, 33]
 )
 @pytest.mark.parametrize("num_out", [1, OUTPUTS, 3 * OUTPUTS, 2 * OUTPUTS + 5])
 @pytest.mark.parametrize("num_in", [2, 34, 128])
@@ -51,7 +51,7 @@ def test_every_shape_equals_the_reference(
     torch.testing.assert_close(got.double(), plain, rtol=tolerance, atol=5 * tolerance)
 
 
-@pytest.mark.parametrize("num_tokens", [7, 8, 13, 15])
+@pytest.mark.parametrize("num_tokens", [7, 8, 13, 15, 17, 40])
 @pytest.mark.parametrize(("dtype", "stored"), KINDS, ids=str)
 def test_a_row_is_the_same_whatever_stands_beside_it(
     dtype: torch.dtype, stored: torch.dtype, num_tokens: int
@@ -80,6 +80,20 @@ def test_threads_share_a_product_and_change_no_bit(
     for num_workers in (2, 3):
         shared = packed_linear(x, packed, bias.numpy(), num_workers=num_workers)
         assert torch.equal(shared, alone)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 20, 300])
+def test_rows_with_nan_and_infinities_change_no_other_row(num_tokens: int) -> None:
+    dtype = torch.bfloat16
+    compile_packed_linear(dtype)
+    packed, bias = pack(draw(40, 64, dtype=dtype)), np.zeros(40, np.float32)
+    x = draw(num_tokens, 64, dtype=dtype)
+    finite = packed_linear(x, packed, bias)
+    x[-1, 3], x[0, 5] = torch.inf, torch.nan
+    got = packed_linear(x, packed, bias)
+    assert got[0].isnan().all()
+    assert not got[-1].isfinite().any()
+    assert torch.equal(got[1:-1], finite[1:-1])
 
 
 def distance(got: torch.Tensor, expected: torch.Tensor) -> float:

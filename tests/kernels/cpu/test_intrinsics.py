@@ -4,6 +4,7 @@ test_precompile.py runs the plain functions that stand for them."""
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from numba import njit
 
@@ -11,7 +12,7 @@ from aserve_kernels.cpu.bf16 import Float32s, Floats, narrow, widen
 from aserve_kernels.cpu.host_rows import Int64s
 from aserve_kernels.cpu.memory import array_at
 from aserve_kernels.cpu.pair_rows import load_even, load_odd, pair_dot_products, store_pairs
-from aserve_kernels.cpu.simd import LANES, load, maximum, reduce_max, store
+from aserve_kernels.cpu.simd import LANES, load, maximum, reduce_max, store, usable
 
 VALUES = torch.tensor(
     [0.0, -0.0, 1.0, -2.5, 1 + 2**-8, 1 + 3 * 2**-8, 3e38, -3.4e38, 1e-40, torch.inf, -torch.inf]
@@ -96,3 +97,13 @@ def test_rows_of_bfloat16_are_multiplied_where_they_stand() -> None:
     divided(rows.view(torch.uint16).numpy(), target)
     wide = rows[3:35].float().numpy()
     assert target.tolist() == [*wide[::2].tolist(), *wide[1::2].tolist()]
+
+
+@pytest.mark.parametrize(
+    ("has_tiles", "features"),
+    [(True, "+avx2,+amx-bf16,-amx-fp16"), (False, "+avx2,-amx-bf16,-amx-fp16")],
+)
+def test_code_has_matrix_instructions_only_where_the_system_lets_it(
+    has_tiles: bool, features: str
+) -> None:
+    assert usable("+avx2,+amx-bf16,-amx-fp16", has_tiles=has_tiles) == features

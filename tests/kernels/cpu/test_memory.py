@@ -8,7 +8,7 @@ import torch
 from numba import njit
 from numba.core.runtime import _nrt_python, rtsys
 
-from aserve_kernels.cpu.memory import FLOAT32_LIKE, INT64_LIKE, STACK_BYTES, scratch
+from aserve_kernels.cpu.memory import FLOAT32_LIKE, INT64_LIKE, LINE_BYTES, STACK_BYTES, scratch
 from aserve_kernels.cpu.quant_codes import KINDS, CodeKind
 from tests.kernels.cpu.test_product import SHAPE, coded_fields, inputs, product
 from tests.kernels.cpu.test_quant_linear import drawn
@@ -32,6 +32,16 @@ LARGEST = STACK_BYTES // 12  # rows of three float32 that the stack holds
 @pytest.mark.parametrize("size", [1, LARGEST, LARGEST + 1, 1 << 20])
 def test_scratch_of_any_size_keeps_what_is_written(size: int) -> None:
     assert _sum_of_both(size, 3) == 3 * 20 + 2 * (0 + 1 + 2)
+
+
+@njit(nogil=True)
+def _address(size: int) -> int:
+    return scratch((size,), FLOAT32_LIKE).ctypes.data
+
+
+@pytest.mark.parametrize("size", [1, 3 * LARGEST + 3, 100_003])
+def test_scratch_begins_with_a_cache_line(size: int) -> None:
+    assert [_address(size) % LINE_BYTES for _ in range(5)] == [0] * 5
 
 
 def num_allocations() -> int:

@@ -45,15 +45,19 @@ if __name__ == "__main__":
 REPOSITORY, FOLDER = Path(__file__).parents[3], "tests/kernels/cpu"
 CHUNK = "test_chunk_attention.py::test_every_chunk_equals_the_reference"
 HEADS = "test_paged_attention.py::test_heads_of_every_width_equal_the_reference"
-PLAIN_PRODUCTS = (("float32", "8-False-9"), ("bfloat16", "8-True-3"), ("bfloat16", "4-True-9"))
+PLAIN_PRODUCTS = (
+    *(("float32", "int8-False-9"), ("bfloat16", "int8-True-3")),
+    *(("bfloat16", "int4-True-9"), ("bfloat16", "e2m1-False-2")),
+)
 PLAIN_DTYPES = (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16"))
 PLAIN_CHUNKS = ("bfloat16", "float32 with KV of bfloat16")
 PRODUCT = "test_gemm.py::test_every_shape_equals_the_reference"
 QUANT = "test_quant_linear.py::test_every_shape_equals_the_reference"
 PLAIN = (
-    *("test_intrinsics.py", "test_product.py"),
+    *("test_intrinsics.py", "test_product.py", "test_bf16_weights.py"),
     *(f"{QUANT}[torch.{dtype}-{numbers}]" for dtype, numbers in PLAIN_PRODUCTS),
     *(f"{PRODUCT}[torch.{dtype}-torch.{stored}-34-1-2]" for dtype, stored in PLAIN_DTYPES),
+    f"{PRODUCT}[torch.bfloat16-torch.bfloat16-128-96-17]",
     *(f"{HEADS}[1-torch.float32-1]", f"{HEADS}[32-torch.bfloat16-1]"),
     *(f"{CHUNK}[queries that fill no product-1-{kind}]" for kind in PLAIN_CHUNKS),
     "test_draw.py::test_the_first_of_equal_logits_is_taken",

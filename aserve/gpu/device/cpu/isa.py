@@ -55,10 +55,10 @@ def _bf16_products(capabilities: Mapping[str, object]) -> str | None:
 def has_large_tiles(dtype: torch.dtype, isa: CpuIsa) -> bool:
     """Whether models of any size have tiled weights.
 
-    PERF: at 1, 4, 8 and 16 rows, layers of Qwen3-0.6B take 0.61, 0.68, 0.63 and 0.78 of the time.
-    With AMX, oneDNN multiplies many rows faster, and no such machine was there to compare.
+    PERF: at 1, 4, 8 and 16 rows, layers of Qwen3-0.6B take 0.61, 0.68, 0.63 and 0.78 of the time
+    of oneDNN's.
     """
-    return has_tiles(dtype, isa) and dtype == torch.bfloat16 and isa.bf16_products == AVX512_BF16
+    return has_tiles(dtype, isa) and dtype == torch.bfloat16
 
 
 def has_tiles(dtype: torch.dtype, isa: CpuIsa) -> bool:
@@ -68,11 +68,8 @@ def has_tiles(dtype: torch.dtype, isa: CpuIsa) -> bool:
 
 
 def has_chunk_attention(dtype: torch.dtype, isa: CpuIsa) -> bool:
-    """Whether aserve's own kernel attends many queries of this dtype. Torch's multiplies bfloat16
-    by matrix instructions."""
-    if dtype == torch.bfloat16:
-        return has_tiles(dtype, isa) and isa.bf16_products == AVX512_BF16
-    return dtype == torch.float32 and has_tiles(dtype, isa)
+    """Whether aserve's own kernel attends many queries of this dtype."""
+    return dtype in KERNEL_DTYPES and has_tiles(dtype, isa)
 
 
 def chunk_kv_dtype(dtype: torch.dtype, kv_dtype: torch.dtype, isa: CpuIsa) -> torch.dtype | None:
@@ -81,9 +78,9 @@ def chunk_kv_dtype(dtype: torch.dtype, kv_dtype: torch.dtype, isa: CpuIsa) -> to
     multiplied fast. None if there is no such kernel."""
     if not has_chunk_attention(dtype, isa):
         return None
-    from aserve_kernels.cpu.tiles import HAS_FAST_PAIRS
+    from aserve_kernels.cpu.chunk_tiles import HAS_PAIRS
 
-    return dtype if dtype == torch.bfloat16 and HAS_FAST_PAIRS else kv_dtype
+    return dtype if dtype == torch.bfloat16 and HAS_PAIRS else kv_dtype
 
 
 def widens_tiles(isa: CpuIsa) -> bool:

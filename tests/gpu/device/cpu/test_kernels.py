@@ -94,9 +94,7 @@ def test_the_kernels_of_a_machine_are_those_of_its_instructions_and_all_that_mod
             assert set(kernels_of(dtype, AVX512, num_threads=num_threads)) <= set(every)
     assert {variant.kernel for variant in on_avx2} == set(build.COMPILERS) - by_option
     assert {variant.dtype for variant in on_avx2} == {"float32"}
-    on_amx = all_kernels(replace(AVX512, bf16_products=AMX))
-    with_own = {variant.dtype for variant in on_amx if variant.kernel == "chunk_attention"}
-    assert with_own == {"float32"}
+    assert all_kernels(replace(AVX512, bf16_products=AMX)) == every
 
 
 @pytest.mark.parametrize("has_fast_pairs", [True, False])
@@ -104,7 +102,7 @@ def test_the_kernel_that_reads_fp8_for_prompts_is_compiled_ahead_where_no_copy_i
     monkeypatch: pytest.MonkeyPatch, has_fast_pairs: bool
 ) -> None:
     """A start compiled it by itself, on processors that multiply pairs of bfloat16 slowly."""
-    monkeypatch.setattr("aserve_kernels.cpu.tiles.HAS_FAST_PAIRS", has_fast_pairs)
+    monkeypatch.setattr("aserve_kernels.cpu.chunk_tiles.HAS_PAIRS", has_fast_pairs)
     variants = kernels_of_kv(torch.bfloat16, FP8, AVX512, num_threads=1)
     has_it = "chunk_attention_fp8" in {variant.kernel for variant in variants}
     assert has_it != has_fast_pairs
