@@ -253,13 +253,16 @@ async def test_new_weights_reach_steps_in_one_call(
 
 
 def changed(folder: Path, into: Path) -> Path:
-    """Writes the tensors of recurrent layers, each element with a scale of its own."""
+    """Writes the tensors of recurrent layers, or of attention where there are none, each element
+    with a scale of its own."""
     torch.manual_seed(2)
-    tensors = {
-        name: each * (1 + 0.3 * torch.rand_like(each))
-        for name, each in load_file(folder / "model.safetensors").items()
+    stored = load_file(folder / "model.safetensors")
+    names = [
+        name
+        for name in stored
         if any(part in name for part in (".linear_attn.", ".conv.", ".mamba."))
-    }
+    ] or [name for name in stored if ".self_attn." in name]
+    tensors = {name: stored[name] * (1 + 0.3 * torch.rand_like(stored[name])) for name in names}
     save_file(tensors, into / "changed.safetensors")
     return into / "changed.safetensors"
 

@@ -29,7 +29,7 @@ from aserve_kernels.cpu.chunk_tiles import (
 )
 from aserve_kernels.cpu.exp2 import power_of_two
 from aserve_kernels.cpu.host_rows import NO_WINDOW, HostRows, Int64s
-from aserve_kernels.cpu.matrix_tiles import configure_tiles, release_tiles
+from aserve_kernels.cpu.matrix_tiles import ROW_BYTES, configure_tiles, release_tiles
 from aserve_kernels.cpu.memory import FLOAT32_LIKE, INT64_LIKE, scratch
 from aserve_kernels.cpu.online_softmax import fold_log2, greatest
 from aserve_kernels.cpu.precompile import FASTMATH, NO_REFCOUNT, cached_njit, compile_ahead
@@ -136,7 +136,7 @@ def _attend_share(
     outputs = scratch((num_query_rows * head_dim,), FLOAT32_LIKE)
     softmax = scratch((num_query_rows, 2), FLOAT32_LIKE)
     packed = scratch((2, TILE * head_dim), like)
-    configure_tiles(at_once)
+    configure_tiles(at_once, ROW_BYTES)
     unit = 0
     for r in range(rows.shape[0]):
         for first in range(0, query_lens[r], query_len):

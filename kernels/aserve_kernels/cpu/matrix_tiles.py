@@ -29,11 +29,11 @@ from numba.extending import intrinsic, overload
 from aserve_kernels.cpu.bf16 import Float32s, Floats
 from aserve_kernels.cpu.precompile import NO_REFCOUNT
 from aserve_kernels.cpu.simd import (
+    BYTE,
     FLOAT32X16,
     HAS_AMX,
     IN_L2,
     INDEX,
-    INT8,
     INT16X32,
     Intrinsic,
     emit_call,
@@ -46,10 +46,10 @@ PAIR_ROWS = 2 * MATRIX_ROWS
 STEP = 32  # inputs, which fill one row of a register
 ROW_BYTES = 64
 SUMS, INPUTS, WEIGHTS = 0, 4, 6  # the first registers of each
-# Of a configuration: palette 1, the bytes per row of each register, and the rows of those of
-# weights. The others' are of the first sixteen rows, or of the second.
-CONFIG = bytes([1, *[0] * 15, *[ROW_BYTES, 0] * 8, *[0] * 16, *[0] * 6, MATRIX_ROWS, MATRIX_ROWS])
-NUM_CONFIG_BYTES, FIRST_SIZE = 64, 48
+# A configuration: palette 1, from byte 16 on the bytes per row of each register, two each, and from
+# byte 48 on their rows. REGISTERS have the first sixteen rows and the second.
+CONFIG = bytes([1, *[0] * 15, *[ROW_BYTES, 0] * 8])
+NUM_CONFIG_BYTES, FIRST_WIDTH, FIRST_SIZE = 64, 16, 48
 REGISTERS = ((SUMS, SUMS + 1, INPUTS), (SUMS + 2, SUMS + 3, INPUTS + 1))
 # PERF: the rows that pass over the weights together stay in the L2 cache.
 BLOCK_BYTES, MOST_ROWS = 3 << 18, 192
@@ -103,7 +103,7 @@ def _multiply_blocks(
         for row in range(0, num_rows, PAIR_ROWS):
             rows = min(PAIR_ROWS, num_rows - row)
             if rows != configured:
-                configure_tiles(rows)
+                configure_tiles(rows, ROW_BYTES)
                 configured = rows
             for column in range(output, output + num_blocks * OUTPUTS, OUTPUTS):
                 weights = packed[column * num_in : column * num_in + size]
@@ -136,48 +136,60 @@ def multiply_matrix(
     multiply_tile(x, blocks, bias, out, stride, size)
 
 
-def configure_tiles(num_rows: int) -> None:
-    """Gives this thread's tile registers the shapes for 1 to 32 rows, if it has any. They are in
-    use until `release_tiles`."""
+def configure_tiles(num_rows: int, width: int) -> None:
+    """Gives this thread's tile registers the shapes for 1 to 32 rows, if it has any, and steps of
+    `width` bytes of inputs, a multiple of 4. They are in use until `release_tiles`."""
 
 
 def release_tiles() -> None:
     """Ends the use of tile registers, which Linux would save with each change of threads."""
 
 
-def _tile_call(builder: Any, name: str, *args: Any) -> None:
+def emit_tile_call(builder: Any, name: str, *args: Any) -> None:
     """Emits an instruction; registers are numbers that LLVM needs as constants."""
-    values = [INT8(arg) if isinstance(arg, int) else arg for arg in args]
+    values = [BYTE(arg) if isinstance(arg, int) else arg for arg in args]
     emit_call(builder, f"llvm.x86.{name}", *values, result=ir.VoidType())
 
 
+def sums_register(row: int, column: int) -> int:
+    """Returns the register with the sums of the first or second sixteen rows and outputs."""
+    return SUMS + 2 * row + column
+
+
 @intrinsic
-def _configure_tiles(typing: Any, num_rows: Any) -> Intrinsic:
+def _configure_tiles(typing: Any, num_rows: Any, width: Any) -> Intrinsic:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        shape = ir.ArrayType(INT8, NUM_CONFIG_BYTES)
+        shape = ir.ArrayType(BYTE, NUM_CONFIG_BYTES)
         padded = CONFIG.ljust(NUM_CONFIG_BYTES, bytes(1))
         with builder.goto_entry_block():
             memory = builder.alloca(shape)
         builder.store(ir.Constant(shape, bytearray(padded)), memory)
-        start, most = builder.bitcast(memory, INT8.as_pointer()), INDEX(MATRIX_ROWS)
+        start, most = builder.bitcast(memory, BYTE.as_pointer()), INDEX(MATRIX_ROWS)
         first = minimum(builder, args[0], most)
         rest = builder.sub(args[0], first)
         # A register without rows would need 0 bytes per row as well, so it has one.
         second = builder.select(builder.icmp_unsigned("==", rest, INDEX(0)), INDEX(1), rest)
         for registers, rows in zip(REGISTERS, (first, second), strict=True):
-            size = builder.trunc(rows, INT8)
+            size = builder.trunc(rows, BYTE)
             for register in registers:
                 builder.store(size, builder.gep(start, [INDEX(FIRST_SIZE + register)]))
-        _tile_call(builder, "ldtilecfg", start)
+        size, num_words = (
+            builder.trunc(value, BYTE) for value in (args[1], builder.udiv(args[1], INDEX(4)))
+        )
+        for number in (0, 1):
+            place = INDEX(FIRST_WIDTH + 2 * (INPUTS + number))
+            builder.store(size, builder.gep(start, [place]))
+            builder.store(num_words, builder.gep(start, [INDEX(FIRST_SIZE + WEIGHTS + number)]))
+        emit_tile_call(builder, "ldtilecfg", start)
         return context.get_dummy_value()
 
-    return types.void(types.intp), emit
+    return types.void(types.intp, types.intp), emit
 
 
 @intrinsic
 def _release_tiles(typing: Any) -> Intrinsic:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _tile_call(builder, "tilerelease")
+        emit_tile_call(builder, "tilerelease")
         return context.get_dummy_value()
 
     return types.void(), emit
@@ -196,7 +208,7 @@ def _multiply_matrix(
             return context.make_array(kind)(context, builder, value)
 
         def data(kind: Any, value: Any) -> Any:
-            return builder.bitcast(array(kind, value).data, INT8.as_pointer())
+            return builder.bitcast(array(kind, value).data, BYTE.as_pointer())
 
         weights, following = (builder.extract_value(args[1], number) for number in range(2))
         num_steps = builder.udiv(array(block, weights).nitems, INDEX(STEP * OUTPUTS))
@@ -229,7 +241,7 @@ class _MatrixTile:
     def start(self, bias: Any, rows: range) -> None:
         for row in rows:
             for column in (0, 1):
-                self._load(self._sums(row, column), bias, ROW_BYTES * column, INDEX(0))
+                self._load(sums_register(row, column), bias, ROW_BYTES * column, INDEX(0))
 
     def add(self, rows: range, step: Any) -> None:
         """Adds a step of inputs of every row times the weights of all outputs."""
@@ -243,14 +255,14 @@ class _MatrixTile:
                 if column == 0:
                     source = builder.gep(first, [builder.mul(stride, INDEX(MATRIX_ROWS * row))])
                     self._load(INPUTS + row, source, 0, stride)
-                operands = (self._sums(row, column), INPUTS + row, WEIGHTS + column)
-                _tile_call(builder, "tdpbf16ps", *operands)
+                operands = (sums_register(row, column), INPUTS + row, WEIGHTS + column)
+                emit_tile_call(builder, "tdpbf16ps", *operands)
 
     def paced(self, array: Any) -> tuple[Any, Any]:
         """Returns where an array begins, and how many of its cache lines each step prefetches."""
         builder = self._builder
         per_step = builder.udiv(array.nitems, builder.mul(self._num_steps, INDEX(STEP)))
-        return builder.bitcast(array.data, INT8.as_pointer()), per_step
+        return builder.bitcast(array.data, BYTE.as_pointer()), per_step
 
     def prefetch(self, paced: tuple[Any, Any], step: Any) -> None:
         """Prefetches a step's share of an array."""
@@ -267,8 +279,8 @@ class _MatrixTile:
             first = builder.gep(out, [builder.mul(stride, INDEX(MATRIX_ROWS * row))])
             for column in (0, 1):
                 target = builder.gep(first, [INDEX(ROW_BYTES * column)])
-                operands = (self._sums(row, column), target, stride)
-                _tile_call(builder, "tilestored64", *operands)
+                operands = (sums_register(row, column), target, stride)
+                emit_tile_call(builder, "tilestored64", *operands)
 
     def store_rounded(self, out: Any, stride: Any, rows: range, last: Any) -> None:
         """Stores rows, as far as number `last`, that are `stride` elements apart as bfloat16, next
@@ -276,9 +288,9 @@ class _MatrixTile:
         builder, num_rows, size = self._builder, MATRIX_ROWS * len(rows), 4 * OUTPUTS
         kind = ir.FunctionType(INT16X32, [FLOAT32X16, FLOAT32X16])
         with builder.goto_entry_block():
-            memory = builder.alloca(ir.ArrayType(INT8, num_rows * size))
+            memory = builder.alloca(ir.ArrayType(BYTE, num_rows * size))
         memory.align = ROW_BYTES
-        sums = builder.bitcast(memory, INT8.as_pointer())
+        sums = builder.bitcast(memory, BYTE.as_pointer())
         self.store(sums, INDEX(size), rows)
         count = minimum(builder, INDEX(num_rows), builder.add(last, INDEX(1)))
         with cgutils.for_range(builder, count, intp=INDEX) as loop:
@@ -293,10 +305,7 @@ class _MatrixTile:
 
     def _load(self, register: int, source: Any, offset: int, stride: Any) -> None:
         start = self._builder.gep(source, [INDEX(offset)])
-        _tile_call(self._builder, "tileloadd64", register, start, stride)
-
-    def _sums(self, row: int, column: int) -> int:
-        return SUMS + 2 * row + column
+        emit_tile_call(self._builder, "tileloadd64", register, start, stride)
 
 
 @overload(multiply_by_matrices, strict=False)
@@ -320,8 +329,10 @@ def _overload_multiply_matrix(
 
 
 @overload(configure_tiles, strict=False)
-def _overload_configure_tiles(num_rows: Any) -> Callable[[int], None]:
-    return (lambda num_rows: _configure_tiles(num_rows)) if HAS_AMX else (lambda num_rows: None)
+def _overload_configure_tiles(num_rows: Any, width: Any) -> Callable[[int, int], None]:
+    if not HAS_AMX:
+        return lambda num_rows, width: None
+    return lambda num_rows, width: _configure_tiles(num_rows, width)
 
 
 @overload(release_tiles, strict=False)

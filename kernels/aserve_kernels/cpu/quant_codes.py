@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
+from numba.np.numpy_support import as_dtype
 from torch import Tensor
 from torch.nn import functional
 
@@ -103,6 +104,11 @@ INTEGERS = {kind.bits: kind for kind in (INT8, INT4)}  # the kinds of integers, 
 def kind_of(dtype: npt.DTypeLike) -> CodeKind:
     """Returns the kind of an array of packed codes of this dtype."""
     return next(kind for kind in KINDS if np.dtype(kind.dtype) == dtype)
+
+
+def kind_of_array(codes: Any) -> CodeKind:
+    """Returns the kind of codes by numba's type of their array."""
+    return kind_of(as_dtype(codes.dtype))
 
 
 class QuantWeight(NamedTuple):

@@ -23,26 +23,28 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
-from numba.np.numpy_support import as_dtype
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, narrow
 from aserve_kernels.cpu.gemm import BLOCK_BYTES
-from aserve_kernels.cpu.memory import FLOAT32_LIKE, INT32_LIKE, scratch
+from aserve_kernels.cpu.matrix_tiles import PAIR_ROWS
+from aserve_kernels.cpu.memory import FLOAT32_LIKE, INT32_LIKE, UINT8_LIKE, scratch
 from aserve_kernels.cpu.precompile import NO_REFCOUNT
 from aserve_kernels.cpu.quant_codes import (
-    CodeKind,
     Codes,
     Factors,
     QuantWeight,
     factor_values,
     kind_of,
+    kind_of_array,
     unpack_codes,
 )
+from aserve_kernels.cpu.quant_matrices import Bytes, multiply_pairs, scratch_size
 from aserve_kernels.cpu.quant_rows import INTEGERS_LIKE, Integers, RoundedRows, round_row
 from aserve_kernels.cpu.quant_tiles import INTEGERS_PER_WORD, DotEmitter, ProductSizes
 from aserve_kernels.cpu.simd import (
     FLOAT16X16,
     FLOAT32X16,
+    HAS_AMX_INT8,
     HAS_VNNI,
     INDEX,
     INT8X16,
@@ -53,6 +55,7 @@ from aserve_kernels.cpu.simd import (
 from aserve_kernels.cpu.tiles import HALF_WORD, OUTPUTS, WORD, minimum, outputs_of
 
 TILE_ROWS = 8 if HAS_VNNI else 4  # that pass over the codes together
+UNIT_ROWS = PAIR_ROWS if HAS_AMX_INT8 else TILE_ROWS  # of which a block of rows has a multiple
 
 
 @njit(nogil=True)
@@ -70,12 +73,13 @@ def multiply_by_dots(
     num_spans = num_groups * -(-weight.group // span)
     like = integers_like(weight.codes)
     # PERF: the rows that pass over the weights together stay in the L2 cache.
-    most = max(TILE_ROWS, BLOCK_BYTES // (num_in * like.itemsize) // TILE_ROWS * TILE_ROWS)
+    most = max(UNIT_ROWS, BLOCK_BYTES // (num_in * like.itemsize) // UNIT_ROWS * UNIT_ROWS)
     most = min(most, max(1, num_rows))
     integers = scratch((most, num_in), like)
     zeros = scratch((most, num_spans), INT32_LIKE)
     steps = scratch((most, num_spans), FLOAT32_LIKE)
     sums = scratch((most, num_groups), FLOAT32_LIKE)
+    bytes_ = scratch((scratch_size(weight.codes, min(most, num_rows), num_in),), UINT8_LIKE)
     tail, tail_bias = scratch((most, OUTPUTS), out), scratch((OUTPUTS,), FLOAT32_LIKE)
     tail_bias[:] = np.float32(0)
     tail_bias[: last - num_whole] = weight.bias[num_whole:last]
@@ -86,18 +90,24 @@ def multiply_by_dots(
             round_row(x[start + row], zero, weight.unit, rows, row)
         for output in range(first, num_whole, OUTPUTS):
             bias = weight.bias[output : output + OUTPUTS]
-            _multiply_block(rows, weight, bias, output, out[start:], output)
+            _multiply_block(rows, weight, bias, output, bytes_, out[start:], output)
         if num_whole < last:
-            _multiply_block(rows, weight, tail_bias, num_whole, tail, 0)
+            _multiply_block(rows, weight, tail_bias, num_whole, bytes_, tail, 0)
             out[start : start + num, num_whole:last] = tail[:num, : last - num_whole]
 
 
 @njit(nogil=True, **NO_REFCOUNT)
 def _multiply_block(
-    rows: RoundedRows, weight: QuantWeight, bias: Float32s, output: int, out: Floats, column: int
+    rows: RoundedRows,
+    weight: QuantWeight,
+    bias: Float32s,
+    output: int,
+    bytes_: Bytes,
+    out: Floats,
+    column: int,
 ) -> None:
     """Computes one block of outputs, from number `output` on, which is written to `out`
-    [rows, any], from `column` on. bias [OUTPUTS]."""
+    [rows, any], from `column` on. bias [OUTPUTS]; `bytes_` is scratch of `multiply_pairs`."""
     num_rows, num_groups = rows.sums.shape
     num_factors = num_groups * weight.per_group * OUTPUTS
     block = output // OUTPUTS
@@ -105,7 +115,8 @@ def _multiply_block(
     size_of_block = len(weight.codes) // (len(weight.factors) // num_factors)
     codes = weight.codes[block * size_of_block : (block + 1) * size_of_block]
     weights, stride, outputs = (codes, factors, bias), out.shape[1], out.reshape(-1)
-    for row in range(0, num_rows, TILE_ROWS):
+    num_done = multiply_pairs(rows, weights, bytes_, outputs[column:], stride)
+    for row in range(num_done, num_rows, TILE_ROWS):
         own = RoundedRows(
             rows.integers[row:],
             rows.zeros[row:],
@@ -222,11 +233,6 @@ def _overload_span_and_zero(codes: Any) -> Callable[[Codes], tuple[int, np.float
     kind = kind_of_array(codes)
     span, zero = kind.span, np.float32(kind.zero)
     return lambda codes: (span, zero)
-
-
-def kind_of_array(codes: Any) -> CodeKind:
-    """Returns the kind of codes by numba's type of their array."""
-    return kind_of(as_dtype(codes.dtype))
 
 
 @overload(multiply_integers, strict=False, prefer_literal=True)

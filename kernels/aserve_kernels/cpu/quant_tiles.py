@@ -134,7 +134,8 @@ class DotEmitter(TileEmitter):
             span = builder.add(builder.mul(group, sizes.per_group), loop.index)
             self._add_span(rows, codes, span, start, size)
         for row in rows:
-            self._end_group(row, factors, sizes, group)
+            own = builder.gep(factors, [builder.mul(group, sizes.num_factors)])
+            self.end_group(row, own, builder.gep(row.sums, [group]), sizes)
 
     def _add_span(self, rows: list[TileRow], codes: Any, span: Any, start: Any, size: Any) -> None:
         """Adds the products of span number `span`, of `size` inputs from `start` on, to the sums of
@@ -159,10 +160,15 @@ class DotEmitter(TileEmitter):
             with cgutils.for_range(builder, num_steps, intp=INDEX) as loop:
                 self._add_step(rows, places, own_codes, loop.index)
         for row in rows:
-            step = self._wide(builder.load(builder.gep(row.steps, [span])))
+            step = builder.load(builder.gep(row.steps, [span]))
             for number, variable in enumerate(row.of_group):
-                dots = builder.sitofp(self._summed(row.of_span, number), FLOAT32X16)
-                builder.store(self._fma(dots, step, builder.load(variable)), variable)
+                self.add_scaled(self._summed(row.of_span, number), step, variable)
+
+    def add_scaled(self, dots: Any, step: Any, total: Any) -> None:
+        """Adds the sums of a span times its step, in floating point, to those of the group."""
+        builder = self._builder
+        wide = builder.sitofp(dots, FLOAT32X16)
+        builder.store(self._fma(wide, self._wide(step), builder.load(total)), total)
 
     def _add_by_int16(
         self, rows: list[TileRow], places: list[Any], codes: Any, num_steps: Any
@@ -194,7 +200,7 @@ class DotEmitter(TileEmitter):
         start = builder.gep(codes, [builder.mul(step, INDEX(VECTORS))])
         for number in range(VECTORS):
             emit_prefetch(builder, builder.gep(start, [INDEX(AHEAD + number)]), IN_L2)
-        operands = list(self._operands(start))
+        operands = list(self.operands(start))
         first = builder.mul(step, INDEX(len(operands)))
         for number, vectors in enumerate(operands):
             at = builder.add(first, INDEX(number))
@@ -205,7 +211,7 @@ class DotEmitter(TileEmitter):
                 for variable, vector in zip(own, vectors, strict=True):
                     builder.store(self._dot(builder.load(variable), vector, word), variable)
 
-    def _operands(self, start: Any) -> Iterator[list[Any]]:
+    def operands(self, start: Any) -> Iterator[list[Any]]:
         """Yields, for each word of inputs of a step, the codes of all outputs: bytes or int16."""
         builder = self._builder
         if self._kind.bits == 8 and not self._has_bytes:
@@ -223,10 +229,10 @@ class DotEmitter(TileEmitter):
             bits = [self._shifted(words, shift, mask) for words in loaded]
             yield [self._looked_up(each) for each in bits] if self._kind.table else bits
 
-    def _end_group(self, row: TileRow, factors: Any, sizes: ProductSizes, group: Any) -> None:
-        """Adds scale * sum of the group + offset * sum of its inputs to the totals."""
+    def end_group(self, row: TileRow, own: Any, of_inputs: Any, sizes: ProductSizes) -> None:
+        """Adds scale * sum of the group + offset * sum of its inputs to the totals. `own` are the
+        factors of the group, and `of_inputs` is where the sum of its inputs is."""
         builder = self._builder
-        own = builder.gep(factors, [builder.mul(group, sizes.num_factors)])
         if self._has_exponents:
             for number, (variable, total) in enumerate(zip(row.of_group, row.totals, strict=True)):
                 exponents = builder.zext(self._load(own, number), INT32X16)
@@ -235,10 +241,11 @@ class DotEmitter(TileEmitter):
                 whole = self._fma(builder.load(variable), scale, builder.load(total))
                 builder.store(whole, total)
             return
-        of_inputs = builder.load(builder.gep(row.sums, [group]))
         has_offsets = builder.icmp_unsigned(">", sizes.num_factors, INDEX(VECTORS))
         # Without offsets the sum of inputs counts as zero, and the scales stand for them.
-        added = self._wide(builder.select(has_offsets, of_inputs, ir.FloatType()(0.0)))
+        added = self._wide(
+            builder.select(has_offsets, builder.load(of_inputs), ir.FloatType()(0.0))
+        )
         offsets = builder.gep(own, [builder.select(has_offsets, INDEX(VECTORS), INDEX(0))])
         for number, (variable, total) in enumerate(zip(row.of_group, row.totals, strict=True)):
             scale, offset = (

@@ -57,9 +57,9 @@ def compile_for_usable() -> str:
 
 
 FEATURES = compile_for_usable()
-HAS_AVX2, HAS_AVX512, HAS_AVX512BW, HAS_AVX512_BF16, HAS_VNNI, HAS_AMX = (
+HAS_AVX2, HAS_AVX512, HAS_AVX512BW, HAS_AVX512_BF16, HAS_VNNI, HAS_AMX, HAS_AMX_INT8 = (
     f"+{name}" in FEATURES.split(",")
-    for name in ("avx2", "avx512f", "avx512bw", "avx512bf16", "avx512vnni", "amx-bf16")
+    for name in ("avx2", "avx512f", "avx512bw", "avx512bf16", "avx512vnni", "amx-bf16", "amx-int8")
 )
 LANES = 16
 SUMS_AT_ONCE = 16 if HAS_AVX512 else 4  # vectors of sums that registers hold beside their operands
@@ -80,7 +80,7 @@ FLOATS, WORDS = (
 )
 FLOAT16X16 = ir.VectorType(ir.HalfType(), LANES)
 INDEX = ir.IntType(64)
-INT8 = ir.IntType(8)
+BYTE = ir.IntType(8)
 IN_L1, IN_L2 = 3, 2  # how near to the processor a prefetched line is brought
 
 
