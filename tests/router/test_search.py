@@ -9,7 +9,6 @@ from aiohttp import FormData
 from aiohttp.test_utils import make_mocked_request
 
 from aserve.http.errors import RequestFailed
-from aserve.router.failures import RouterEnds
 from aserve.router.policies import Demand
 from aserve.router.proxy import Exchange
 from aserve.router.upstream import Call
@@ -74,8 +73,8 @@ async def test_a_search_ends_with_the_router() -> None:
     async with routed(*slow) as (client, server):
         asking = asyncio.create_task(client.get("/v1/responses/resp_unknown"))
         await asyncio.gather(*(each.asked_more(1) for each in slow))
-        for replica in server.router.proxy.upstreams.values():
-            replica.fail_all(RouterEnds())
+        server.end()
+        server.end()  # at once
         async with await asking as got:
             assert (got.status, "shuts down" in await got.text()) == (503, True)
 
