@@ -68,7 +68,7 @@ class _Shape(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """How the models of an architecture read pictures."""
+    """Says how the models of an architecture read pictures."""
 
     token_id: int  # where config.json is silent
     shape: Callable[[_Config, _Processor], _Shape]

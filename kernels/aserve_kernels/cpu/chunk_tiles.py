@@ -15,13 +15,13 @@ from numba import njit, types
 from numba.extending import overload
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, widen
-from aserve_kernels.cpu.bf16_weights import store_weights
 from aserve_kernels.cpu.exp2 import power_of_two
 from aserve_kernels.cpu.host_rows import Int64s
 from aserve_kernels.cpu.matrix_tiles import PAIR_ROWS, multiply_matrix
 from aserve_kernels.cpu.memory import FLOAT32_LIKE, INT64_LIKE, UINT16_LIKE, scratch
 from aserve_kernels.cpu.packing import interleave, transpose_pairs
 from aserve_kernels.cpu.simd import HAS_AMX, LANES, fma, load, reduce_sum, splat, store, zeros
+from aserve_kernels.cpu.softmax_weights import store_weights
 from aserve_kernels.cpu.tiles import HAS_FAST_PAIRS, OUTPUTS, ROWS, multiply_tile
 
 PAIR = 2

@@ -39,7 +39,7 @@ from aserve_kernels.cpu.quant_codes import (
     unpack_codes,
 )
 from aserve_kernels.cpu.quant_matrices import Bytes, multiply_pairs, scratch_size
-from aserve_kernels.cpu.quant_rows import INTEGERS_LIKE, Integers, RoundedRows, round_row
+from aserve_kernels.cpu.quant_rows import INTEGERS_LIKE, Integers, RoundedRows, round_row, rows_from
 from aserve_kernels.cpu.quant_tiles import INTEGERS_PER_WORD, DotEmitter, ProductSizes
 from aserve_kernels.cpu.simd import (
     FLOAT16X16,
@@ -117,14 +117,7 @@ def _multiply_block(
     weights, stride, outputs = (codes, factors, bias), out.shape[1], out.reshape(-1)
     num_done = multiply_pairs(rows, weights, bytes_, outputs[column:], stride)
     for row in range(num_done, num_rows, TILE_ROWS):
-        own = RoundedRows(
-            rows.integers[row:],
-            rows.zeros[row:],
-            rows.steps[row:],
-            rows.sums[row:],
-            rows.group,
-            rows.span,
-        )
+        own = rows_from(rows, row)
         target, rest = outputs[row * stride + column :], num_rows - row
         if rest > 4:
             multiply_integers(own, weights, target, stride, TILE_ROWS)

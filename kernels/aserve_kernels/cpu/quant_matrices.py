@@ -35,7 +35,7 @@ from aserve_kernels.cpu.matrix_tiles import (
 )
 from aserve_kernels.cpu.precompile import NO_REFCOUNT
 from aserve_kernels.cpu.quant_codes import INT8, Codes, Factors, kind_of_array
-from aserve_kernels.cpu.quant_rows import RoundedRows
+from aserve_kernels.cpu.quant_rows import RoundedRows, rows_from
 from aserve_kernels.cpu.quant_tiles import DotEmitter, ProductSizes, TileRow
 from aserve_kernels.cpu.simd import (
     BYTE,
@@ -97,14 +97,7 @@ def _multiply_bytes(
         return 0
     configure_tiles(PAIR_ROWS, LEAST_STEP if rows.span % ROW_BYTES else ROW_BYTES)
     for row in range(0, num_rows, PAIR_ROWS):
-        own = RoundedRows(
-            rows.integers[row:],
-            rows.zeros[row:],
-            rows.steps[row:],
-            rows.sums[row:],
-            rows.group,
-            rows.span,
-        )
+        own = rows_from(rows, row)
         _multiply_pair(own, weights, out[row * stride :], stride)
     release_tiles()
     return num_rows

@@ -64,6 +64,19 @@ class RoundedRows(NamedTuple):
     span: int  # inputs, at most a group
 
 
+@njit(inline="always")
+def rows_from(rows: RoundedRows, first: int) -> RoundedRows:
+    """Returns the rows from number `first` on."""
+    return RoundedRows(
+        rows.integers[first:],
+        rows.zeros[first:],
+        rows.steps[first:],
+        rows.sums[first:],
+        rows.group,
+        rows.span,
+    )
+
+
 @njit(nogil=True, error_model="numpy", **NO_REFCOUNT)
 def round_row(x: Floats, zero: np.float32, unit: np.float32, rows: RoundedRows, row: int) -> None:
     """Writes a row x [in] as integers. `zero` is added to the codes, and `unit` is that of the

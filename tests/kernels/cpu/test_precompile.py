@@ -54,7 +54,7 @@ PLAIN_CHUNKS = ("bfloat16", "float32 with KV of bfloat16")
 PRODUCT = "test_gemm.py::test_every_shape_equals_the_reference"
 QUANT = "test_quant_linear.py::test_every_shape_equals_the_reference"
 PLAIN = (
-    *("test_intrinsics.py", "test_product.py", "test_bf16_weights.py"),
+    *("test_intrinsics.py", "test_product.py", "test_softmax_weights.py"),
     *(f"{QUANT}[torch.{dtype}-{numbers}]" for dtype, numbers in PLAIN_PRODUCTS),
     *(f"{PRODUCT}[torch.{dtype}-torch.{stored}-34-1-2]" for dtype, stored in PLAIN_DTYPES),
     f"{PRODUCT}[torch.bfloat16-torch.bfloat16-128-96-17]",

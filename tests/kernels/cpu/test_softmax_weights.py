@@ -7,8 +7,8 @@ import numpy.typing as npt
 import torch
 from numba import njit
 
-from aserve_kernels.cpu.bf16_weights import MIN_EXPONENT, store_weights
 from aserve_kernels.cpu.simd import HAS_AVX512_BF16, LANES, reduce_max, reduce_sum
+from aserve_kernels.cpu.softmax_weights import MIN_EXPONENT, store_weights
 
 
 def weigh_all(
