@@ -20,15 +20,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats
-from aserve_kernels.cpu.simd import (
-    FLOATS,
-    HAS_AVX512,
-    INDEX,
-    LANES,
-    WORDS,
-    Intrinsic,
-    emit_splat,
-)
+from aserve_kernels.cpu.processor import HAS_AVX512
+from aserve_kernels.cpu.simd import FLOATS, INDEX, LANES, WORDS, Intrinsic, emit_splat
 from aserve_kernels.cpu.tiles import OUTPUTS, TileEmitter, multiply_tile
 
 THREE = 3  # rows

@@ -20,7 +20,8 @@ from aserve_kernels.cpu.host_rows import Int64s
 from aserve_kernels.cpu.matrix_tiles import PAIR_ROWS, multiply_matrix
 from aserve_kernels.cpu.memory import FLOAT32_LIKE, INT64_LIKE, UINT16_LIKE, scratch
 from aserve_kernels.cpu.packing import interleave, transpose_pairs
-from aserve_kernels.cpu.simd import HAS_AMX, LANES, fma, load, reduce_sum, splat, store, zeros
+from aserve_kernels.cpu.processor import HAS_AMX
+from aserve_kernels.cpu.simd import LANES, fma, load, reduce_sum, splat, store, zeros
 from aserve_kernels.cpu.softmax_weights import store_weights
 from aserve_kernels.cpu.tiles import HAS_FAST_PAIRS, OUTPUTS, ROWS, multiply_tile
 

@@ -27,8 +27,8 @@ from aserve_kernels.cpu.callback import Callback
 from aserve_kernels.cpu.matrix_tiles import multiply_by_matrices
 from aserve_kernels.cpu.memory import FLOAT32_LIKE, array_at, scratch
 from aserve_kernels.cpu.precompile import NO_REFCOUNT, cached_njit, compile_ahead
+from aserve_kernels.cpu.processor import HAS_AVX512
 from aserve_kernels.cpu.product import LIKE, RECORD_LIKE, compile_product
-from aserve_kernels.cpu.simd import HAS_AVX512
 from aserve_kernels.cpu.team import worker_of
 from aserve_kernels.cpu.tiles import (
     NEXT_BYTES,

@@ -28,10 +28,10 @@ from numba.extending import intrinsic, overload
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats
 from aserve_kernels.cpu.precompile import NO_REFCOUNT
+from aserve_kernels.cpu.processor import HAS_AMX
 from aserve_kernels.cpu.simd import (
     BYTE,
     FLOAT32X16,
-    HAS_AMX,
     IN_L2,
     INDEX,
     INT16X32,

@@ -36,7 +36,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from aserve_kernels.cpu.bf16 import Float32s
-from aserve_kernels.cpu.simd import HAS_AVX2, HAS_VNNI, LANES
+from aserve_kernels.cpu.processor import HAS_AVX2, HAS_VNNI
+from aserve_kernels.cpu.simd import LANES
 from aserve_kernels.cpu.tiles import OUTPUTS, VECTORS
 
 Codes: TypeAlias = npt.NDArray[np.int8] | npt.NDArray[np.int32] | npt.NDArray[np.uint32]

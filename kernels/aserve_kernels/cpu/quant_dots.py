@@ -29,6 +29,7 @@ from aserve_kernels.cpu.gemm import BLOCK_BYTES
 from aserve_kernels.cpu.matrix_tiles import PAIR_ROWS
 from aserve_kernels.cpu.memory import FLOAT32_LIKE, INT32_LIKE, UINT8_LIKE, scratch
 from aserve_kernels.cpu.precompile import NO_REFCOUNT
+from aserve_kernels.cpu.processor import HAS_AMX_INT8, HAS_VNNI
 from aserve_kernels.cpu.quant_codes import (
     Codes,
     Factors,
@@ -44,8 +45,6 @@ from aserve_kernels.cpu.quant_tiles import INTEGERS_PER_WORD, DotEmitter, Produc
 from aserve_kernels.cpu.simd import (
     FLOAT16X16,
     FLOAT32X16,
-    HAS_AMX_INT8,
-    HAS_VNNI,
     INDEX,
     INT8X16,
     INT32X16,

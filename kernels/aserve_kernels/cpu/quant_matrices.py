@@ -34,6 +34,7 @@ from aserve_kernels.cpu.matrix_tiles import (
     sums_register,
 )
 from aserve_kernels.cpu.precompile import NO_REFCOUNT
+from aserve_kernels.cpu.processor import HAS_AMX_INT8
 from aserve_kernels.cpu.quant_codes import INT8, Codes, Factors, kind_of_array
 from aserve_kernels.cpu.quant_rows import RoundedRows, rows_from
 from aserve_kernels.cpu.quant_tiles import DotEmitter, ProductSizes, TileRow
@@ -41,7 +42,6 @@ from aserve_kernels.cpu.simd import (
     BYTE,
     FLOAT16X16,
     FLOAT32X16,
-    HAS_AMX_INT8,
     INDEX,
     INT8X16,
     INT8X64,

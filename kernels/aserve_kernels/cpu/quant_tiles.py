@@ -13,13 +13,11 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
+from aserve_kernels.cpu.processor import HAS_AVX2, HAS_AVX512BW, HAS_VNNI
 from aserve_kernels.cpu.quant_codes import BYTES_PER_WORD, CODES_PER_WORD, CodeKind
 from aserve_kernels.cpu.quant_rows import INTEGERS_LIKE
 from aserve_kernels.cpu.simd import (
     FLOAT32X16,
-    HAS_AVX2,
-    HAS_AVX512BW,
-    HAS_VNNI,
     IN_L2,
     INDEX,
     INT8X32,

@@ -20,10 +20,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, narrow, widen
+from aserve_kernels.cpu.processor import HAS_AVX512, HAS_AVX512_BF16
 from aserve_kernels.cpu.simd import (
     FLOAT32X16,
-    HAS_AVX512,
-    HAS_AVX512_BF16,
     IN_L2,
     INDEX,
     INT16X16,

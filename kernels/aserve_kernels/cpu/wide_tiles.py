@@ -26,7 +26,8 @@ from aserve_kernels.cpu.host_rows import Int64s
 from aserve_kernels.cpu.memory import FLOAT32_LIKE, scratch
 from aserve_kernels.cpu.packing import transpose_pairs
 from aserve_kernels.cpu.precompile import NO_REFCOUNT
-from aserve_kernels.cpu.simd import FLOAT32X16, HAS_AVX512, INDEX, INT32X16, LANES, Intrinsic
+from aserve_kernels.cpu.processor import HAS_AVX512
+from aserve_kernels.cpu.simd import FLOAT32X16, INDEX, INT32X16, LANES, Intrinsic
 from aserve_kernels.cpu.tiles import (
     HALF_WORD,
     HAS_FAST_PAIRS,

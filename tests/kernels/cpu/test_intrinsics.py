@@ -12,7 +12,8 @@ from aserve_kernels.cpu.bf16 import Float32s, Floats, narrow, widen
 from aserve_kernels.cpu.host_rows import Int64s
 from aserve_kernels.cpu.memory import array_at
 from aserve_kernels.cpu.pair_rows import load_even, load_odd, pair_dot_products, store_pairs
-from aserve_kernels.cpu.simd import LANES, load, maximum, reduce_max, store, usable
+from aserve_kernels.cpu.processor import usable
+from aserve_kernels.cpu.simd import LANES, load, maximum, reduce_max, store
 
 VALUES = torch.tensor(
     [0.0, -0.0, 1.0, -2.5, 1 + 2**-8, 1 + 3 * 2**-8, 3e38, -3.4e38, 1e-40, torch.inf, -torch.inf]

@@ -7,7 +7,8 @@ import numpy.typing as npt
 import torch
 from numba import njit
 
-from aserve_kernels.cpu.simd import HAS_AVX512_BF16, LANES, reduce_max, reduce_sum
+from aserve_kernels.cpu.processor import HAS_AVX512_BF16
+from aserve_kernels.cpu.simd import LANES, reduce_max, reduce_sum
 from aserve_kernels.cpu.softmax_weights import MIN_EXPONENT, store_weights
 
 
